@@ -1,0 +1,52 @@
+"""dtorchjax: whole-array JAX programs, sharded by declared placements.
+
+Say where arrays live, one placement per mesh axis; `dt.jit` makes one shard_map with exactly the
+collectives that its plan shows.
+"""
+
+from dtorchjax import sharding_rules as _rules  # noqa: F401 - fills the registry
+from dtorchjax.annotate import redistribute
+from dtorchjax.api import distribute, explain, jit
+from dtorchjax.arguments import by_path
+from dtorchjax.devices import init_device_mesh, simulate_devices
+from dtorchjax.dtensor import DTensor, distribute_tensor, full, ones, randn, zeros
+from dtorchjax.errors import PlacementError, PlacementMismatchError
+from dtorchjax.notation import PlacementSignature, einsum_signature
+from dtorchjax.placements import Layout, Optional, Partial, Placement, Replicate, Shard
+from dtorchjax.plan import Plan
+from dtorchjax.registry import elementwise, local, refuse, rule
+from dtorchjax.signatures import signature
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Placement",
+    "Replicate",
+    "Shard",
+    "Partial",
+    "Optional",
+    "Layout",
+    "PlacementSignature",
+    "einsum_signature",
+    "signature",
+    "init_device_mesh",
+    "simulate_devices",
+    "DTensor",
+    "distribute_tensor",
+    "distribute",
+    "by_path",
+    "zeros",
+    "ones",
+    "full",
+    "randn",
+    "redistribute",
+    "jit",
+    "explain",
+    "Plan",
+    "rule",
+    "elementwise",
+    "local",
+    "refuse",
+    "PlacementError",
+    "PlacementMismatchError",
+]

@@ -1,0 +1,313 @@
+"""The only file that knows JAX's internals and the differences between its versions."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import math
+import os
+import sysconfig
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core as jax_core
+import numpy as np
+from jax import numpy as jnp
+from jax._src import source_info_util, traceback_util
+from jax.extend import core
+from jax.extend import random as extend_random
+from jax.interpreters import partial_eval
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+for _frames_of in (source_info_util, traceback_util):
+    _frames_of.register_exclusion(HERE)
+
+Literal = core.Literal
+Tracer = jax_core.Tracer
+ShapedArray = jax_core.ShapedArray
+
+# ---- tracing -----------------------------------------------------------------------------------
+
+
+def whole_aval(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type of an argument, without its sharding."""
+    t = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    return jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=bool(getattr(t, "weak_type", False)))
+
+
+def mesh_of_type(mesh: Mesh, axis_type: AxisType) -> Mesh:
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(axis_type,) * len(mesh.axis_names))
+
+
+def trace_whole(
+    fun: Callable, mesh: Mesh, avals: Sequence[Any], specs: Sequence[PartitionSpec]
+) -> tuple[Any, Any]:
+    """`fun(*avals)` as a closed jaxpr on whole arrays, and the shapes of its results as a tree.
+
+    The program sees a mesh with Auto axes, so no sharding types arise; a program that was written
+    for Explicit axes (`out_sharding=`, `reshard`) is traced again with types.
+    """
+    # of a real mesh: a hand-made AbstractMesh lacks the device kind, so equals none
+    untyped = mesh_of_type(mesh, AxisType.Auto).abstract_mesh
+    try:
+        with jax.sharding.use_abstract_mesh(untyped):
+            return jax.make_jaxpr(fun, return_shape=True)(*avals)
+    except (ValueError, AssertionError, TypeError) as error:
+        if not any(word in str(error) for word in ("Explicit", "Auto", "out_sharding", "mesh")):
+            raise
+        typed = mesh_of_type(mesh, AxisType.Explicit).abstract_mesh
+        with jax.sharding.use_abstract_mesh(typed):
+            return jax.make_jaxpr(fun, return_shape=True)(*(
+                jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(typed, s))
+                for a, s in zip(avals, specs, strict=True)
+            ))  # fmt: skip
+
+
+def without_dead_code(closed: Any) -> Any:
+    """The same program without equations whose results nobody uses (inputs stay)."""
+    jaxpr, _ = partial_eval.dce_jaxpr(
+        closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True
+    )
+    return core.ClosedJaxpr(jaxpr, closed.consts)
+
+
+# ---- equations that contain programs -------------------------------------------------------------
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """(jaxpr, constants) of a closed or an open jaxpr."""
+    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, "consts") else (jaxpr, ())
+
+
+INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "remat": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_lin": "bwd",
+}
+
+
+def inner_program(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """The program of a call-like equation that can run in place, else None."""
+    name = eqn.primitive.name
+    if name not in INLINED:
+        return None
+    return open_jaxpr(eqn.params[INLINED[name]])
+
+
+def recomputes(eqn: Any) -> bool:
+    """True for the backward part of `jax.checkpoint`, which must not be merged with the forward."""
+    return (
+        eqn.primitive.name in ("remat", "remat2", "checkpoint")
+        and bool(eqn.params.get("differentiated"))
+        and bool(eqn.params.get("prevent_cse", True))
+    )
+
+
+class ScanParts(NamedTuple):
+    body: Any
+    constants: Sequence[Any]
+    n_consts: int
+    n_carries: int
+    length: int
+    reverse: bool
+    unroll: Any
+
+
+def scan_parts(eqn: Any) -> ScanParts:
+    p = eqn.params
+    body, constants = open_jaxpr(p["jaxpr"])
+    if "num_consts" in p:
+        n_consts, n_carries = p["num_consts"], p["num_carry"]
+    else:  # jax 0.12: the three groups of inputs as one flat tree
+        groups = [len(list(group)) for group in p["ft_in"].unpack()]
+        n_consts, n_carries = groups[0], groups[1]
+    return ScanParts(body, constants, n_consts, n_carries, p["length"], p["reverse"], p["unroll"])
+
+
+# ---- binding on local shapes ---------------------------------------------------------------------
+
+
+def clean_params(eqn: Any) -> dict[str, Any]:
+    """Parameters without whole-array shardings, which mean nothing for one device's part."""
+    return {k: None if k in ("sharding", "out_sharding") else v for k, v in eqn.params.items()}
+
+
+def optimization_barrier(values: Sequence[Any]) -> Sequence[Any]:
+    return jax.lax.optimization_barrier(list(values))
+
+
+# ---- random bits ---------------------------------------------------------------------------------
+
+
+def is_threefry(dtype: Any) -> bool:
+    """True if keys of this dtype count in a way that a part of the bits can be drawn alone."""
+    name = str(dtype)
+    return name == "key<fry>" and bool(getattr(jax.config, "jax_threefry_partitionable"))  # noqa: B009
+
+
+def threefry_bits(
+    keys: Any, bit_width: int, part: Sequence[int], full: Sequence[int], starts: Sequence[Any]
+) -> Any:
+    """The bits that `jax.random.bits` draws for the block `part` at `starts` of an array `full`.
+
+    `keys` is an array of threefry keys, the result has shape `(*keys.shape, *part)`. Each element's
+    counter is its flat index in the full array (Salmon et al., "Parallel random numbers: as easy as
+    1, 2, 3", SC 2011), split into two 32-bit words.
+    """
+    data = jax.random.key_data(keys)
+    high, low = _counters(part, full, starts)
+    shape = data.shape[:-1] + (1,) * len(part)
+    first, second = data[..., 0].reshape(shape), data[..., 1].reshape(shape)
+    target = data.shape[:-1] + tuple(part)
+    words = [jnp.broadcast_to(w, target) for w in (first, second, high, low)]
+    one, two = extend_random.threefry2x32_p.bind(*words)
+    dtype = np.dtype(f"uint{bit_width}")
+    if bit_width == 64:
+        return (one.astype(dtype) << np.uint64(32)) | two.astype(dtype)
+    return (one ^ two).astype(dtype)
+
+
+def _counters(part: Sequence[int], full: Sequence[int], starts: Sequence[Any]) -> tuple[Any, Any]:
+    """Flat global indices of a block as (high, low) 32-bit words."""
+    low = jnp.zeros(tuple(part), jnp.uint32)
+    high = jnp.zeros(tuple(part), jnp.uint32)
+    for d, (size, start) in enumerate(zip(part, starts, strict=True)):
+        stride = math.prod(full[d + 1 :])
+        index = jax.lax.broadcasted_iota(jnp.uint32, tuple(part), d) + jnp.asarray(
+            start, jnp.uint32
+        )
+        # index * stride in 64 bits, from 16-bit halves of index (x64 may be disabled)
+        for shift, half in ((0, index & 0xFFFF), (16, index >> 16)):
+            step_low, step_high = stride & 0xFFFFFFFF, stride >> 32
+            a = half * np.uint32(step_low & 0xFFFF)
+            b = half * np.uint32(step_low >> 16)
+            term_low = a + (b << 16)
+            term_high = (b >> 16) + (term_low < a).astype(jnp.uint32) + half * np.uint32(step_high)
+            if shift:
+                term_high = (term_high << 16) | (term_low >> 16)
+                term_low = term_low << 16
+            total = low + term_low
+            high = high + term_high + (total < low).astype(jnp.uint32)
+            low = total
+        del size
+    return high, low
+
+
+# ---- where in the user's file --------------------------------------------------------------------
+
+_LIBRARIES = tuple(
+    {os.path.realpath(sysconfig.get_paths()[k]) + os.sep for k in ("stdlib", "purelib", "platlib")}
+)
+
+
+class Where(NamedTuple):
+    """A place in the user's program; columns count from 0, `end_line` may differ from `line`."""
+
+    file: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.line}"
+
+    def text(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+    def expression(self) -> str:
+        """The source of the expression that made the equation, "" if unknown."""
+        lines = [linecache.getline(self.file, n) for n in range(self.line, self.end_line + 1)]
+        if not lines or not lines[-1] or not self.end_column:
+            return ""
+        joined = "".join(lines).encode()
+        tail = len(lines[-1].encode()) - self.end_column
+        return joined[self.column : len(joined) - tail].decode()
+
+
+@functools.lru_cache(maxsize=4096)
+def _where(traceback: Any) -> Where | None:
+    first = None
+    for frame in source_info_util.user_frames(traceback):
+        place = Where(
+            frame.file_name, frame.start_line, frame.start_column, frame.end_line, frame.end_column
+        )
+        first = first or place
+        if not os.path.realpath(frame.file_name).startswith(_LIBRARIES):
+            return place
+    return first
+
+
+def where(eqn: Any) -> Where | None:
+    """The innermost line outside installed libraries that made this equation."""
+    return _where(eqn.source_info.traceback)
+
+
+# ---- backends and meshes -------------------------------------------------------------------------
+
+
+def started() -> bool:
+    """True once jax has made its devices."""
+    from jax._src import xla_bridge
+
+    return bool(xla_bridge._backends)
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of `jax.set_mesh`, None if there is none."""
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # inside jit
+        from jax._src import mesh as mesh_lib
+
+        mesh = mesh_lib.get_concrete_mesh()
+    return mesh if mesh is not None and not mesh.empty else None
+
+
+# ---- primitives by name --------------------------------------------------------------------------
+
+
+def ways_to_call(name: str) -> list[Callable[..., Any]]:
+    """Functions that make an equation of the primitive `name`, the most direct first."""
+    found: list[Callable[..., Any]] = []
+    plain = name.replace("-", "_")
+    primitive = next(
+        (
+            p
+            for p in vars(core.primitives).values()
+            if isinstance(p, core.Primitive) and p.name == name
+        ),
+        None,
+    )
+    if primitive is not None:
+        found.append(lambda *xs, **params: primitive.bind(*xs, **params))
+    for module in (jax.lax, jnp, jax.random):
+        if hasattr(module, plain):
+            found.append(getattr(module, plain))
+    return found
+
+
+def equations(jaxpr: Any) -> Sequence[Any]:
+    """All equations of a program, those of inner programs included."""
+    found = []
+    for eqn in jaxpr.eqns:
+        found.append(eqn)
+        inner = inner_program(eqn)
+        if inner is not None:
+            found += equations(inner[0])
+    return found
+
+
+def short_type(aval: Any) -> str:
+    """`f32[8,512]`"""
+    return ShapedArray(aval.shape, aval.dtype).str_short(short_dtypes=True)

@@ -1,0 +1,173 @@
+"""The command line: `dtorchjax train` and `dtorchjax doctor`.
+
+Nothing here imports JAX before the arguments are read, since how many devices it has is settled
+when it starts.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from .demo import UsageError
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "scipy", "rich")
+OLDEST = {"python": "3.11", "jax": "0.10.2", "flax": "0.12.8", "optax": "0.2.8", "numpy": "2.0"}
+
+
+def versions() -> dict[str, str | None]:
+    """The version of Python and of each package we run on, None where it is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    parts = []
+    for part in version.split("."):
+        if not part.isdecimal():
+            break
+        parts.append(int(part))
+    return tuple(parts)
+
+
+def version_problems(found: dict[str, str | None]) -> list[str]:
+    problems = [f"{name} is not installed" for name, version in found.items() if version is None]
+    for name, oldest in OLDEST.items():
+        version = found.get(name)
+        if version and _numbers(version) < _numbers(oldest):
+            problems.append(f"{name} {version} is older than {oldest}, the oldest supported")
+    if found.get("jax") and found.get("jaxlib"):
+        ours, theirs = _numbers(str(found["jax"])), _numbers(str(found["jaxlib"]))
+        if ours[:2] != theirs[:2]:
+            problems.append(f"jax {found['jax']} and jaxlib {found['jaxlib']} do not fit")
+    return problems
+
+
+def device_problems(devices: Sequence[Any], wanted: int | None) -> list[str]:
+    if wanted is None or len(devices) >= wanted:
+        return []
+    if devices[0].platform != "cpu":
+        return [
+            f"{wanted} devices asked for, {len(devices)} found: JAX_PLATFORMS=cpu simulates them"
+        ]
+    flag = f"--xla_force_host_platform_device_count={wanted}"
+    why = (
+        "without" if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", "") else "with"
+    )
+    return [
+        f"{wanted} devices asked for, {len(devices)} found, {why} a device count in XLA_FLAGS: "
+        f"call dt.simulate_devices({wanted}) first, or set XLA_FLAGS={flag}"
+    ]
+
+
+def doctor(wanted: int | None) -> int:
+    """Print what is installed and what is wrong with it; 0 where nothing is."""
+    found = versions()
+    for name, version in found.items():
+        print(f"{name:8} {version or '-'}")
+    for name in ("XLA_FLAGS", "JAX_PLATFORMS"):
+        print(f"{name} {os.environ.get(name) or '(not set)'}")
+    problems = version_problems(found)
+    try:
+        import jax
+
+        devices = jax.devices()
+        kinds = sorted({f"{d.platform} ({d.device_kind})" for d in devices})
+        print(f"devices  {len(devices)} {', '.join(kinds)}")
+        problems += device_problems(devices, wanted)
+    except (ImportError, RuntimeError) as error:
+        problems.append(f"JAX does not start: {error}")
+    for problem in problems:
+        print(f"problem: {problem}")
+    if not problems:
+        print("nothing is wrong")
+    return 1 if problems else 0
+
+
+def _positive(kind: type) -> Any:
+    def parse(text: str):
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return value
+
+    return parse
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="dtorchjax", description="Sharded JAX programs.")
+    commands = p.add_subparsers(dest="command", required=True)
+
+    t = commands.add_parser(
+        "train",
+        help="train the demo, a byte-level GPT",
+        description="Train a byte-level GPT on the standard library's sources.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    count = _positive(int)
+    t.add_argument("--mesh", help="axes and sizes, such as dp=2,tp=4 (default: all devices)")
+    t.add_argument(
+        "--placements",
+        default="megatron",
+        help="megatron, fsdp, fsdp_tp, dp, or a JSON file: path pattern -> placements",
+    )
+    t.add_argument("--devices", type=count, help="how many; 1 is the reference, plain jax.jit")
+    t.add_argument("--steps", type=count, default=250)
+    t.add_argument("--seed", type=int, default=0)
+    t.add_argument("--batch", type=count, default=16, help="sequences in a batch")
+    t.add_argument("--seq", type=count, default=128, help="bytes in a sequence")
+    t.add_argument("--lr", type=_positive(float), default=5e-3, help="the highest learning rate")
+    t.add_argument("--dropout", type=float, default=0.1)
+    t.add_argument("--corpus", help="a file or folder to learn (default: the standard library)")
+    t.add_argument("--plan", action="store_true", help="print the plan and do not train")
+    t.add_argument("--sample", type=int, default=120, help="bytes to write after training")
+    t.add_argument("--json", help="write losses, speed, versions and the plan's bytes there")
+
+    d = commands.add_parser("doctor", help="print versions and devices, and what is wrong")
+    d.add_argument("--devices", type=count, help="how many there should be")
+    return p
+
+
+def train(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from .demo import model
+    from .demo.train import Options, train
+
+    if not 0 <= args.dropout < 1:
+        raise UsageError(f"--dropout {args.dropout} is not in [0, 1)")
+    if args.seq < 8:
+        raise UsageError(f"--seq {args.seq} is too short: 8 at least")
+    for name in ("seed", "sample"):
+        if getattr(args, name) < 0:
+            raise UsageError(f"--{name} {getattr(args, name)} is negative")
+    file = args.json and Path(args.json)
+    if file and not file.parent.is_dir():
+        raise UsageError(f"--json {args.json}: there is no folder {str(file.parent)!r}")
+    rest = {k: v for k, v in vars(args).items() if k not in ("command", "seq", "dropout", "json")}
+    config = model.Config(seq=args.seq, dropout=args.dropout)
+    results = train(Options(**rest, config=config), Console())
+    if file:
+        file.write_text(json.dumps(results | {"versions": versions()}, indent=1) + "\n")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        return doctor(args.devices) if args.command == "doctor" else train(args)
+    except UsageError as error:
+        print(f"dtorchjax: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,60 @@
+"""What things cost, in bytes that one device sends (the planner's only unit)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from dtorchjax.placements import Joint, Shard
+
+IMPOSSIBLE = 1e15
+LATENCY = 20e3
+"""Bytes that could be sent in the time that starting one collective takes."""
+LOCAL_COPY = 1e-3
+"""Bytes sent per byte copied locally: enough to prefer doing nothing."""
+REPLICATED_FLOP = 0.3
+"""Bytes per multiply or add that more than one device does: never worth what it saves."""
+REPLICATED_CONTRACTION = 10 * LATENCY
+"""However small a contraction is: doing it twice is no way to save a few collectives."""
+OUTPUT_BYTE = 0.002
+"""Bytes sent per byte of result written on one device."""
+
+
+def nbytes(aval: Any) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def flops(name: str, in_avals: Any, out_avals: Any, params: dict[str, Any]) -> int:
+    """Multiplies and adds of the whole equation; only contractions count."""
+    if name != "dot_general":
+        return 0
+    (contracted, _), _ = params["dimension_numbers"]
+    shape = in_avals[0].shape
+    return 2 * math.prod(out_avals[0].shape) * math.prod(shape[d] for d in contracted)
+
+
+def row_cost(work: int, out_avals: Any, row: tuple, sizes: tuple[int, ...]) -> float:
+    """Replicated work and written bytes of one joint row, per execution."""
+    inputs, outputs = row
+    total = 0.0
+    if work:
+        split = math.prod(
+            size
+            for axis, size in enumerate(sizes)
+            if any(isinstance(j.placements[axis], Shard) for j in (*inputs, *outputs))
+        )
+        replicated = 1 / split - 1 / math.prod(sizes)
+        total += replicated * (REPLICATED_FLOP * work + REPLICATED_CONTRACTION)
+    for aval, where in zip(out_avals, outputs, strict=True):
+        total += OUTPUT_BYTE * nbytes(aval) * part(where, sizes)
+    return total
+
+
+def part(where: Joint, sizes: tuple[int, ...]) -> float:
+    """The part of an array that one device holds."""
+    return 1 / math.prod(
+        n for p, n in zip(where.placements, sizes, strict=True) if isinstance(p, Shard)
+    )
+
+
+__all__ = ["IMPOSSIBLE", "LATENCY", "LOCAL_COPY", "flops", "nbytes", "part", "row_cost"]

@@ -1,0 +1,389 @@
+"""DTensor: one array, and where its parts lie."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dtorchjax import _jax
+from dtorchjax.arguments import layout_of_sharding, to_layout
+from dtorchjax.errors import PlacementError
+from dtorchjax.lower import add_terms, drop_terms, storage_spec
+from dtorchjax.placements import Layout, Partial, Placement, R
+from dtorchjax.plan import canonical
+from dtorchjax.redistribute import apply_move, table
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class DTensor:
+    """An array of global `shape` whose parts lie on the devices of `mesh` by `placements`.
+
+    The storage is one `jax.Array`: for R and S the array itself with a NamedSharding; for P there
+    is one leading dim per partial axis, sharded on it, with one term per device. Make one with
+    `distribute_tensor`; a DTensor is a pytree of its storage.
+    """
+
+    __slots__ = ("layout", "storage")
+
+    def __init__(self, storage: Any, layout: Layout):
+        self.storage, self.layout = storage, layout
+
+    def tree_flatten_with_keys(self):
+        return ((jax.tree_util.GetAttrKey("storage"), self.storage),), self.layout
+
+    def tree_flatten(self):
+        return (self.storage,), self.layout
+
+    @classmethod
+    def tree_unflatten(cls, layout: Layout, children: Sequence[Any]) -> DTensor:
+        return cls(children[0], layout)
+
+    # ---- what it is
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self.layout.placements
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.layout.mesh
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return tuple(self.storage.shape[self._terms :])
+
+    @property
+    def dtype(self) -> Any:
+        return self.storage.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def _terms(self) -> int:
+        return len(self.layout.joint.partial_axes())
+
+    def _check(self) -> None:
+        sizes = self.layout.sizes
+        lead = tuple(sizes[a] for a in self.layout.joint.partial_axes())
+        storage = getattr(self.storage, "shape", None)
+        if storage is None or tuple(storage[: len(lead)]) != lead:
+            raise PlacementError(
+                f"the storage of this DTensor (shape {storage}) does not fit its layout "
+                f"{self.layout}: a transformation took its terms apart; reduce_partial() it first"
+            )
+        self.layout.resolve(self.shape)
+
+    # ---- conversions
+
+    def redistribute(self, placements: Any) -> DTensor:
+        """The same array, placed otherwise. P comes only from R (as value and zeros) or P.
+
+        `placements`: any form that `distribute_tensor` takes. Raises PlacementError if a dim does
+        not exist or does not divide.
+        """
+        self._check()
+        target = to_layout(placements, self.mesh, self.shape)
+        moved = _mover(self.mesh, self.layout, target, self.shape, self.dtype)
+        return DTensor(moved(self.storage), target)
+
+    def reduce_partial(self) -> DTensor:
+        """P becomes R; R and S stay. One all-reduce per kind of P, over all its axes at once."""
+        found = [R if isinstance(p, Partial) else p for p in self.placements]
+        return self.redistribute(Layout(self.mesh, tuple(found), self.layout.order))
+
+    def full_tensor(self) -> jax.Array:
+        """The whole array, replicated on every device of the mesh."""
+        return self.redistribute("R").storage
+
+    def to_array(self) -> jax.Array:
+        """The jax.Array as it lies, without communication. Raises PlacementError for P."""
+        if self._terms:
+            raise PlacementError(
+                f"this DTensor is a partial result {self.layout}; reduce_partial() it first"
+            )
+        self._check()
+        return self.storage
+
+    def to_local(self) -> jax.Array:
+        """One block per device: an array of shape `(*mesh.shape, *local_shape)`."""
+        self._check()
+        return _blocks(self.layout, self.ndim)(self.storage)
+
+    @staticmethod
+    def from_local(blocks: Any, mesh: Mesh, placements: Any) -> DTensor:
+        """The inverse of `to_local`: blocks of shape `(*mesh.shape, *local_shape)`.
+
+        Where an axis is R, the block of its first device counts.
+        """
+        n = len(mesh.axis_names)
+        sizes = tuple(mesh.shape[a] for a in mesh.axis_names)
+        if tuple(np.shape(blocks)[:n]) != sizes:
+            raise PlacementError(
+                f"blocks of shape {np.shape(blocks)} need leading dims {sizes}, one per mesh axis"
+            )
+        rank = len(np.shape(blocks)) - n
+        layout = to_layout(placements, mesh, None, rank=rank)
+        shape = list(np.shape(blocks)[n:])
+        for size, p in zip(sizes, layout.placements, strict=True):
+            if (dim := getattr(p, "dim", None)) is not None:
+                shape[dim] *= size
+        layout = layout.resolve(shape)
+        spread = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+        return DTensor(
+            _from_blocks(layout, rank)(jax.device_put(jnp.asarray(blocks), spread)), layout
+        )
+
+    # ---- as a jax.Array would
+
+    def _value(self) -> np.ndarray:
+        if self._terms:
+            raise PlacementError(
+                f"a partial result {self.layout} has no values yet; reduce_partial() it first"
+            )
+        return np.asarray(self.storage)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self._value(), dtype=dtype)
+
+    def __float__(self) -> float:
+        return float(self._value())
+
+    def __int__(self) -> int:
+        return int(self._value())
+
+    def __bool__(self) -> bool:
+        return bool(self._value())
+
+    def __index__(self) -> int:
+        return self._value().__index__()
+
+    def item(self) -> Any:
+        return self._value().item()
+
+    def __format__(self, how: str) -> str:
+        return (
+            format(self._value()[()] if self.ndim == 0 else self._value(), how)
+            if how
+            else str(self)
+        )
+
+    def block_until_ready(self) -> DTensor:
+        jax.block_until_ready(self.storage)
+        return self
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d DTensor")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        text = f"DTensor({self._summary()} {self.layout}"
+        if self._terms:
+            return text + ": partial terms, reduce_partial() gives the value)"
+        if isinstance(self.storage, _jax.Tracer) or not isinstance(self.storage, jax.Array):
+            return text + ")"
+        if not self.storage.is_fully_addressable or self.size > 1000:
+            return text + ")"
+        return text + ",\n" + np.array2string(self._value(), separator=", ") + ")"
+
+    def _summary(self) -> str:
+        try:
+            return _jax.ShapedArray(self.shape, self.dtype).str_short(short_dtypes=True)
+        except (AttributeError, TypeError):
+            return f"storage {self.storage!r}"
+
+    def __str__(self) -> str:
+        return str(self._value()) if self.ndim == 0 and not self._terms else repr(self)
+
+    def __jax_array__(self) -> Any:
+        raise TypeError(
+            "a jax.numpy function got a DTensor. Run it on the whole array with "
+            "dt.jit(fun)(x), for example dt.jit(jnp.exp)(x), or take x.full_tensor()"
+        )
+
+
+def sharding(layout: Layout, rank: int) -> NamedSharding:
+    """How an array of `rank` dims is stored in this layout."""
+    return NamedSharding(layout.mesh, storage_spec(layout.joint, rank, layout.mesh.axis_names))
+
+
+@functools.lru_cache(maxsize=1024)
+def _mover(mesh: Mesh, source: Layout, target: Layout, shape: tuple[int, ...], dtype: Any) -> Any:
+    """A compiled function from storage in one layout to storage in another."""
+    names, sizes = tuple(mesh.axis_names), source.sizes
+    start, end = canonical(source.joint, sizes), canonical(target.joint, sizes)
+    kinds = tuple(
+        sorted({p.op for w in (start, end) for p in w.placements if isinstance(p, Partial)})
+    )
+    paths = table(shape, np.dtype(dtype).itemsize if _plain(dtype) else 8, kinds, sizes)
+    try:
+        moves = paths.path(start, end)
+    except ValueError:
+        raise PlacementError(
+            f"cannot make {target} of {source}: a partial {', '.join(kinds)} comes only from "
+            "an operation that leaves it"
+        ) from None
+
+    def local(x: Any) -> Any:
+        x = _drop(x, source)
+        for move in moves:
+            x = apply_move(x, move, names, sizes)
+        return _add(x, target)
+
+    rank = len(shape)
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=storage_spec(source.joint, rank, names),
+            out_specs=storage_spec(target.joint, rank, names),
+            check_vma=False,
+        )
+    )
+
+
+def _plain(dtype: Any) -> bool:
+    return not jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+def _drop(x: Any, layout: Layout) -> Any:
+    return drop_terms(x, layout.joint)
+
+
+def _add(x: Any, layout: Layout) -> Any:
+    return add_terms(x, layout.joint)
+
+
+@functools.lru_cache(maxsize=256)
+def _blocks(layout: Layout, rank: int) -> Any:
+    names = layout.mesh.axis_names
+
+    def local(x: Any) -> Any:
+        x = _drop(x, layout)
+        return x.reshape((1,) * len(names) + x.shape)
+
+    return jax.jit(
+        jax.shard_map(
+            local, mesh=layout.mesh, in_specs=storage_spec(layout.joint, rank, names),
+            out_specs=PartitionSpec(*names), check_vma=False,
+        )
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _from_blocks(layout: Layout, rank: int) -> Any:
+    names = layout.mesh.axis_names
+    replicated = tuple(n for n, p in zip(names, layout.placements, strict=True) if p == R)
+
+    def local(x: Any) -> Any:
+        x = x.reshape(x.shape[len(names) :])
+        if replicated:
+            x = jax.lax.all_gather(x, replicated, axis=0, tiled=False)[0]
+        return _add(x, layout)
+
+    return jax.jit(
+        jax.shard_map(
+            local, mesh=layout.mesh, in_specs=PartitionSpec(*names),
+            out_specs=storage_spec(layout.joint, rank, names), check_vma=False,
+        )
+    )  # fmt: skip
+
+
+def distribute_tensor(array: Any, mesh: Mesh, placements: Any, what: str = "array") -> DTensor:
+    """Lay an array out on a mesh.
+
+    `placements`: `"S0,R"`, `["S0", "R"]`, `"R"`, `{"tp": "S1"}`, a Layout, PartitionSpec or
+    NamedSharding. A P(sum) placement puts the value on the first device and zeros on the others.
+    Raises PlacementError if a dim does not exist or does not divide.
+
+    >>> x = distribute_tensor(np.arange(8.), dt_mesh((2, 4), ("dp", "tp")), {"tp": "S0"})
+    >>> x.placements
+    (Replicate(), Shard(0))
+    """
+    if isinstance(array, DTensor):
+        if array.mesh != mesh:
+            raise PlacementError(f"{what} is on another mesh: {array.mesh} and {mesh}")
+        return array.redistribute(placements)
+    array = array if isinstance(array, jax.Array) else jnp.asarray(array)
+    layout = to_layout(placements, mesh, array.shape, what=what)
+    partial = layout.joint.partial_axes()
+    if not partial:
+        return DTensor(jax.device_put(array, sharding(layout, array.ndim)), layout)
+    found = tuple(R if a in partial else p for a, p in enumerate(layout.placements))
+    dense = Layout(mesh, found, layout.order)
+    return distribute_tensor(array, mesh, dense).redistribute(layout)
+
+
+def from_array(array: jax.Array, mesh: Mesh | None = None) -> DTensor:
+    """A jax.Array with a NamedSharding, seen as a DTensor. No communication."""
+    layout = layout_of_sharding(array.sharding, array.ndim)
+    if layout is None or (mesh is not None and layout.mesh != mesh):
+        raise PlacementError(f"an array with sharding {array.sharding} lies on no mesh")
+    return DTensor(array, layout)
+
+
+def dt_mesh(shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
+    """See `init_device_mesh`."""
+    from dtorchjax.devices import init_device_mesh
+
+    return init_device_mesh(tuple(shape), tuple(axis_names))
+
+
+def zeros(shape: Sequence[int], mesh: Mesh, placements: Any, dtype: Any = None) -> DTensor:
+    """A DTensor of zeros; no device ever holds more than its part."""
+    return full(shape, 0, mesh, placements, dtype=dtype or jnp.float32)
+
+
+def ones(shape: Sequence[int], mesh: Mesh, placements: Any, dtype: Any = None) -> DTensor:
+    """A DTensor of ones."""
+    return full(shape, 1, mesh, placements, dtype=dtype or jnp.float32)
+
+
+def full(
+    shape: Sequence[int], fill_value: Any, mesh: Mesh, placements: Any, dtype: Any = None
+) -> DTensor:
+    """A DTensor filled with one value."""
+    return _create(lambda: jnp.full(tuple(shape), fill_value, dtype), shape, mesh, placements)
+
+
+def randn(
+    shape: Sequence[int], mesh: Mesh, placements: Any, key: Any = None, dtype: Any = None
+) -> DTensor:
+    """Normal random numbers: the same on any mesh, `jax.random.normal(key, shape)`.
+
+    `key` is `jax.random.key(0)` where none is given.
+    """
+    key = jax.random.key(0) if key is None else key
+    return _create(
+        lambda: jax.random.normal(key, tuple(shape), dtype or jnp.float32), shape, mesh, placements
+    )
+
+
+def _create(make: Any, shape: Sequence[int], mesh: Mesh, placements: Any) -> DTensor:
+    from dtorchjax.api import jit
+
+    layout = to_layout(placements, mesh, tuple(shape))
+    if layout.joint.partial_axes():
+        dense = tuple(R if isinstance(p, Partial) else p for p in layout.placements)
+        return _create(make, shape, mesh, Layout(mesh, dense, layout.order)).redistribute(layout)
+    array = jit(make, mesh=mesh, out_placements=layout)()
+    return array if isinstance(array, DTensor) else DTensor(array, layout)
+
+
+__all__ = [
+    "DTensor", "distribute_tensor", "from_array", "full", "ones", "randn", "sharding", "zeros",
+]  # fmt: skip

@@ -1,0 +1,375 @@
+"""The program as a graph: equations as nodes, arrays as values, loops as nodes with inner scopes.
+
+Calls run in place. What crosses the border of a loop or a branch passes through a *port*: a node
+whose placement is chosen like an equation's, so that moving a value before a loop and moving it
+inside are both choices. A carry is one port with two inputs (first value, next value) and several
+outputs (inside, after the loop): whatever it chooses, the loop is a fixed point.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from dtorchjax import _jax
+from dtorchjax.errors import PlacementError
+from dtorchjax.placements import Joint, Layout
+from dtorchjax.registry import LOCALS, RULES, missing_rule
+
+WHILE_TRIPS = 8
+"""How often a while loop is thought to run."""
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """One array of the program."""
+
+    aval: Any
+    scope: Scope
+    producer: Node | None = None
+    output: int = 0
+    uses: list[tuple[Node, int]] = dataclasses.field(default_factory=list)
+
+    @property
+    def weight(self) -> float:
+        return self.scope.weight
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """One equation, port, input, output, constant or literal.
+
+    `kind`: "equation", "port" (one placement for everything), "enter" and "leave" (the scanned
+    inputs and outputs of a loop: placements without the leading dim), "input", "output", "literal".
+    `fixed` is a placement that is given, not chosen. `partial_allowed` is False for results.
+    """
+
+    kind: str
+    inputs: list[Value]
+    outputs: list[Value]
+    scope: Scope
+    name: str = ""
+    eqn: Any = None
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)
+    fixed: Joint | None = None
+    partial_allowed: bool = True
+    asked: bool = False
+    literal: Any = None
+    where: _jax.Where | None = None
+    label: str = ""
+
+
+@dataclasses.dataclass(eq=False)
+class Scope:
+    """A straight line of steps that runs `times` times; `weight` says how much that counts."""
+
+    weight: float = 1.0
+    times: float = 1.0
+    steps: list[Node | Loop | Barrier] = dataclasses.field(default_factory=list)
+    inputs: list[Value] = dataclasses.field(default_factory=list)
+    outputs: list[Value] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(eq=False)
+class Loop:
+    """scan, while or cond: ports in, inner scopes, ports out.
+
+    scan: one scope; `consts`, `carries`, `entering`, `leaving` ports.
+    while: scopes (test, body); `test` is the verdict, `test_consts` of the consts are the test's.
+    cond: one scope per branch; `consts` are the operands, `leaving` the results, `test` the index.
+    """
+
+    kind: str
+    scopes: list[Scope]
+    consts: list[Node]
+    carries: list[Node]
+    entering: list[Node]
+    leaving: list[Node]
+    test: Node | None = None
+    test_consts: int = 0
+    scan: _jax.ScanParts | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Barrier:
+    """The values of these ports pass an optimization barrier together (jax.checkpoint)."""
+
+    ports: list[Node]
+
+
+@dataclasses.dataclass(eq=False)
+class Graph:
+    top: Scope
+    nodes: list[Node]
+    inputs: list[Node]
+    constants: list[Node]
+    outputs: list[Node]
+    constant_values: list[Any]
+
+    def values(self) -> Iterator[Value]:
+        for node in self.nodes:
+            yield from node.outputs
+
+
+class _Builder:
+    def __init__(self, mesh: Any, annotations: dict[str, Callable[[dict, Sequence[int]], Layout]]):
+        self.mesh, self.annotations = mesh, annotations
+        self.nodes: list[Node] = []
+        self.constants: list[Node] = []
+        self.constant_values: list[Any] = []
+        self.top = Scope()
+        self.constant_of: dict[int, Value] = {}
+
+    def node(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **kw: Any) -> Node:
+        scope = outputs[0].scope if outputs else inputs[0].scope
+        node = Node(kind, list(inputs), list(outputs), scope, **kw)
+        self.nodes.append(node)
+        for i, value in enumerate(inputs):
+            value.uses.append((node, i))
+        for i, value in enumerate(outputs):
+            value.producer, value.output = node, i
+        return node
+
+    def feed(self, node: Node, value: Value) -> None:
+        """One more input for a node that exists (the next value of a carry)."""
+        value.uses.append((node, len(node.inputs)))
+        node.inputs.append(value)
+
+    def constant(self, x: Any, aval: Any) -> Value:
+        """A closed-over array: an input of the whole program, wherever it is used."""
+        if id(x) not in self.constant_of:
+            value = Value(aval, self.top)
+            self.constants.append(self.node("input", [], [value], label="a closed-over array"))
+            self.constant_values.append(x)
+            self.constant_of[id(x)] = value
+        return self.constant_of[id(x)]
+
+    def run(
+        self, jaxpr: Any, constants: Sequence[Value], inputs: Sequence[Value], scope: Scope
+    ) -> list[Value]:
+        env: dict[Any, Value] = {}
+
+        def read(atom: Any) -> Value:
+            if isinstance(atom, _jax.Literal):
+                value = Value(atom.aval, scope)
+                scope.steps.append(self.node("literal", [], [value], literal=atom.val))
+                return value
+            return env[atom]
+
+        env.update(zip(jaxpr.constvars, constants, strict=True))
+        env.update(zip(jaxpr.invars, inputs, strict=True))
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            env.update(zip(eqn.outvars, self.equation(eqn, operands, scope), strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: Any, operands: list[Value], scope: Scope) -> list[Value]:
+        name = eqn.primitive.name
+        inner = _jax.inner_program(eqn)
+        if inner is not None:
+            if _jax.recomputes(eqn):
+                operands = self.barrier(operands, scope)
+            jaxpr, constants = inner
+            return self.run(jaxpr, self.close(constants, jaxpr, scope), operands, scope)
+        if name == "scan":
+            return self.scan(eqn, operands, scope)
+        if name == "while":
+            return self.while_loop(eqn, operands, scope)
+        if name == "cond":
+            return self.cond(eqn, operands, scope)
+        if name in self.annotations:
+            asked = self.annotations[name](eqn.params, operands[0].aval.shape)
+            result = Value(eqn.outvars[0].aval, scope)
+            port = self.node(
+                "port", operands, [result], fixed=asked.joint, name=name, where=_jax.where(eqn),
+                asked=True,
+            )  # fmt: skip
+            scope.steps.append(port)
+            return [result]
+        if name == "optimization_barrier":
+            return self.barrier(operands, scope)
+        if name not in RULES:
+            raise located(missing_rule(name), _jax.where(eqn))
+        results = [Value(var.aval, scope) for var in eqn.outvars]
+        node = self.node(
+            "equation", operands, results, name=name, eqn=eqn, params=_jax.clean_params(eqn),
+            where=_jax.where(eqn),
+        )  # fmt: skip
+        scope.steps.append(node)
+        return results
+
+    def barrier(self, operands: list[Value], scope: Scope) -> list[Value]:
+        ports = [
+            self.node("port", [v], [Value(v.aval, scope)], name="checkpoint") for v in operands
+        ]
+        scope.steps.append(Barrier(ports))
+        return [port.outputs[0] for port in ports]
+
+    def close(self, constants: Sequence[Any], jaxpr: Any, scope: Scope) -> list[Value]:
+        """The constants of an inner program, as values of `scope`."""
+        found = []
+        for x, var in zip(constants, jaxpr.constvars, strict=True):
+            value = self.constant(x, var.aval)
+            if scope is not self.top:  # a closed-over array inside a loop
+                inside = Value(var.aval, scope)
+                scope.steps.append(self.node("port", [value], [inside], name="constant"))
+                value = inside
+            found.append(value)
+        return found
+
+    def scan(self, eqn: Any, operands: list[Value], scope: Scope) -> list[Value]:
+        parts = _jax.scan_parts(eqn)
+        place = _jax.where(eqn)
+        body = Scope(scope.weight * parts.length, scope.times * parts.length)
+        closed = self.close(parts.constants, parts.body, scope)
+        nc, nk = parts.n_consts, parts.n_carries
+        inner = [Value(v.aval, body) for v in (*parts.body.constvars, *parts.body.invars)]
+        inputs = [*closed, *operands]
+        nc += len(closed)
+        consts = [self.node("port", [o], [i], name="scan") for o, i in zip(inputs[:nc], inner[:nc])]
+        after = [Value(v.aval, scope) for v in eqn.outvars]
+        carries = [
+            self.node("port", [o], [i, a], name="scan", where=place)
+            for o, i, a in zip(inputs[nc : nc + nk], inner[nc : nc + nk], after[:nk])
+        ]
+        entering = [
+            self.node("enter", [o], [i], name="scan", where=place)
+            for o, i in zip(inputs[nc + nk :], inner[nc + nk :])
+        ]
+        n = len(closed)
+        results = self.run(parts.body, inner[:n], inner[n:], body)
+        for port, result in zip(carries, results[:nk]):
+            self.feed(port, result)
+        leaving = [
+            self.node("leave", [r], [a], name="scan", where=place)
+            for r, a in zip(results[nk:], after[nk:])
+        ]
+        scope.steps.append(Loop("scan", [body], consts, carries, entering, leaving, scan=parts))
+        return after
+
+    def while_loop(self, eqn: Any, operands: list[Value], scope: Scope) -> list[Value]:
+        p, place = eqn.params, _jax.where(eqn)
+        test, test_constants = _jax.open_jaxpr(p["cond_jaxpr"])
+        body, body_constants = _jax.open_jaxpr(p["body_jaxpr"])
+        nt, nb = p["cond_nconsts"], p["body_nconsts"]
+        scopes = [Scope(scope.weight * WHILE_TRIPS, scope.times) for _ in range(2)]
+        after = [Value(v.aval, scope) for v in eqn.outvars]
+        given = [
+            [*self.close(test_constants, test, scope), *operands[:nt]],
+            [*self.close(body_constants, body, scope), *operands[nt : nt + nb]],
+        ]
+        consts = [
+            self.node("port", [v], [Value(v.aval, inner)], name="while")
+            for values, inner in zip(given, scopes, strict=True)
+            for v in values
+        ]
+        carries = [
+            self.node(
+                "port", [v], [Value(a.aval, scopes[0]), Value(a.aval, scopes[1]), a], name="while",
+                where=place,
+            )
+            for v, a in zip(operands[nt + nb :], after, strict=True)
+        ]  # fmt: skip
+        split = len(given[0])
+        insides = [port.outputs[0] for port in consts]
+
+        def run(jaxpr: Any, values: list[Value], which: int) -> list[Value]:
+            n = len(jaxpr.constvars)
+            carried = [c.outputs[which] for c in carries]
+            return self.run(jaxpr, values[:n], [*values[n:], *carried], scopes[which])
+
+        done = run(test, insides[:split], 0)
+        results = run(body, insides[split:], 1)
+        for port, result in zip(carries, results, strict=True):
+            self.feed(port, result)
+        verdict = self.node(
+            "output", [done[0]], [], name="while", fixed=self.replicated(), where=place
+        )
+        scope.steps.append(Loop("while", scopes, consts, carries, [], [], verdict, split))
+        return after
+
+    def cond(self, eqn: Any, operands: list[Value], scope: Scope) -> list[Value]:
+        place = _jax.where(eqn)
+        branches = [_jax.open_jaxpr(b) for b in eqn.params["branches"]]
+        scopes = [Scope(scope.weight / len(branches), scope.times) for _ in branches]
+        index = self.node(
+            "output", [operands[0]], [], name="cond", fixed=self.replicated(), where=place
+        )
+        consts = [
+            self.node("port", [v], [Value(v.aval, s) for s in scopes], name="cond")
+            for v in operands[1:]
+        ]
+        results = [
+            self.run(j, self.close(c, j, inner), [port.outputs[b] for port in consts], inner)
+            for b, ((j, c), inner) in enumerate(zip(branches, scopes, strict=True))
+        ]
+        after = [Value(v.aval, scope) for v in eqn.outvars]
+        leaving = [
+            self.node("port", list(column), [a], name="cond", where=place)
+            for column, a in zip(zip(*results, strict=True), after, strict=True)
+        ]
+        scope.steps.append(Loop("cond", scopes, consts, [], [], leaving, index))
+        return after
+
+    def replicated(self) -> Joint:
+        n = len(self.mesh.axis_names)
+        return Layout(self.mesh, ("R",) * n).joint  # type: ignore[arg-type]
+
+
+def located(error: PlacementError, where: _jax.Where | None) -> PlacementError:
+    """The same error with the user's line."""
+    if where is None:
+        return error
+    return type(error)(f"{error}\n  at {where}   {where.text()}")
+
+
+def build(
+    closed: Any,
+    mesh: Any,
+    in_layouts: Sequence[Joint],
+    wanted: Sequence[Joint],
+    out_layouts: Sequence[Joint | None],
+    out_asked: Sequence[bool],
+    constant_layout: Callable[[Any], Joint],
+    annotations: dict[str, Callable[[dict, Sequence[int]], Layout]],
+    in_labels: Sequence[str],
+) -> Graph:
+    """The graph of a closed jaxpr.
+
+    Arguments arrive in `in_layouts` and are redistributed to `wanted` where that differs;
+    `out_layouts` None: to be chosen, but not partial; `out_asked`: the user said so.
+
+    Raises PlacementError for a primitive without a rule.
+    """
+    builder = _Builder(mesh, annotations)
+    jaxpr = closed.jaxpr
+    inputs = [
+        builder.node("input", [], [Value(v.aval, builder.top)], fixed=where, label=label)
+        for v, where, label in zip(jaxpr.invars, in_layouts, in_labels, strict=True)
+    ]
+    constants = builder.close(closed.consts, jaxpr, builder.top)
+    values = []
+    for node, where, asked in zip(inputs, in_layouts, wanted, strict=True):
+        value = node.outputs[0]
+        if asked != where:
+            placed = Value(value.aval, builder.top)
+            port = builder.node(
+                "port", [value], [placed], fixed=asked, label=node.label, asked=True
+            )
+            builder.top.steps.append(port)
+            value = placed
+        values.append(value)
+    results = builder.run(jaxpr, constants, values, builder.top)
+    outputs = [
+        builder.node(
+            "output", [v], [], fixed=where, partial_allowed=False, label="the result", asked=asked
+        )
+        for v, where, asked in zip(results, out_layouts, out_asked, strict=True)
+    ]
+    for node, x in zip(builder.constants, builder.constant_values, strict=True):
+        node.fixed = constant_layout(x)
+    assert not set(LOCALS) - set(RULES), set(LOCALS) - set(RULES)
+    return Graph(
+        builder.top, builder.nodes, inputs, builder.constants, outputs, builder.constant_values
+    )

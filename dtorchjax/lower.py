@@ -1,0 +1,230 @@
+"""From a plan to one local program under one shard_map. Nothing is decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax import numpy as jnp
+from jax.sharding import PartitionSpec
+
+from dtorchjax import _jax
+from dtorchjax.graph import Barrier, Loop, Node, Scope, Value
+from dtorchjax.placements import Joint
+from dtorchjax.plan import Plan
+from dtorchjax.redistribute import apply_move, position
+from dtorchjax.registry import LOCALS, LocalCall
+
+
+def spec(where: Joint, rank: int, names: Sequence[str]) -> PartitionSpec:
+    """The PartitionSpec of a placement without partial axes."""
+    dims = [tuple(names[a] for a in where.axes_on(d)) for d in range(rank)]
+    return PartitionSpec(*(d if len(d) > 1 else d[0] if d else None for d in dims))
+
+
+class Local:
+    """Runs a plan's scopes on one device's parts."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.names, self.sizes = plan.mesh.axis_names, plan.sizes
+        self.arrays: dict[Value, dict[Joint, Any]] = {}
+
+    def give(self, value: Value, x: Any) -> None:
+        self.arrays[value] = {self.plan.produced(value): x}
+
+    def fetch(self, node: Node, operand: int, outer: bool = False) -> Any:
+        """A node's operand in the placement that its row takes; every copy is made once."""
+        value, target = node.inputs[operand], self.plan.rows[node].inputs[operand]
+        have = self.arrays[value]
+        if outer:  # a copy made inside a loop must not be seen outside
+            have = dict(have)
+        if target not in have:
+            for move, _, _ in self.plan.moves[value]:
+                if target in have:
+                    break
+                if (
+                    move.target not in have
+                    and move.source in have
+                    and self._leads(value, move, target)
+                ):
+                    have[move.target] = apply_move(have[move.source], move, self.names, self.sizes)
+        return have[target]
+
+    def _leads(self, value: Value, move: Any, target: Joint) -> bool:
+        """True if this move is on the way to `target`."""
+        before = {m.target: m.source for m, _, _ in self.plan.moves[value]}
+        at: Joint | None = target
+        while at is not None:
+            if at == move.target:
+                return True
+            at = before.get(at)
+        return False
+
+    def run(self, scope: Scope) -> None:
+        for step in scope.steps:
+            if isinstance(step, Barrier):
+                parts = _jax.optimization_barrier([self.fetch(p, 0) for p in step.ports])
+                for port, x in zip(step.ports, parts, strict=True):
+                    self.give(port.outputs[0], x)
+            elif isinstance(step, Loop):
+                getattr(self, "_" + step.kind)(step)
+            elif step.kind == "literal":
+                aval = step.outputs[0].aval
+                self.give(step.outputs[0], jnp.asarray(step.literal, aval.dtype))
+            elif step.kind == "port":
+                outer = step.inputs[0].scope is not scope
+                self.give(step.outputs[0], self.fetch(step, 0, outer))
+            else:
+                self._equation(step)
+
+    def _equation(self, node: Node) -> None:
+        row = self.plan.rows[node]
+        operands = [self.fetch(node, i) for i in range(len(node.inputs))]
+        call = LocalCall(
+            primitive=node.eqn.primitive,
+            params=node.params,
+            in_avals=[v.aval for v in node.inputs],
+            out_avals=[v.aval for v in node.outputs],
+            inputs=row.inputs,
+            outputs=row.outputs,
+            sizes=self.sizes,
+            position=lambda axes: position(axes, self.names, self.sizes),
+        )
+        program = LOCALS.get(node.name)
+        results = program(call, *operands) if program else call.bind(*operands)
+        if not isinstance(results, list | tuple):
+            results = [results]
+        for value, x in zip(node.outputs, results, strict=True):
+            self.give(value, x)
+
+    def _scan(self, loop: Loop) -> None:
+        parts = loop.scan
+        assert parts is not None
+        (body,) = loop.scopes
+        consts = [self.fetch(port, 0) for port in loop.consts]
+        first = [_strong(self.fetch(port, 0), port) for port in loop.carries]
+        stacked = [self.fetch(port, 0) for port in loop.entering]
+
+        def step(carry: Sequence[Any], entering: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            for ports, xs in (
+                (loop.consts, consts),
+                (loop.carries, carry),
+                (loop.entering, entering),
+            ):
+                for port, x in zip(ports, xs, strict=True):
+                    self.give(port.outputs[0], x)
+            self.run(body)
+            after = [_strong(self.fetch(port, 1), port) for port in loop.carries]
+            return after, [self.fetch(port, 0) for port in loop.leaving]
+
+        last, results = lax.scan(
+            step, first, stacked, length=parts.length, reverse=parts.reverse, unroll=parts.unroll
+        )
+        for port, x in zip([*loop.carries, *loop.leaving], [*last, *results], strict=True):
+            self.give(port.outputs[-1], x)
+
+    def _while(self, loop: Loop) -> None:
+        test, body = loop.scopes
+        split = loop.test_consts
+        consts = [self.fetch(port, 0) for port in loop.consts]
+        first = [_strong(self.fetch(port, 0), port) for port in loop.carries]
+
+        def enter(which: int, carry: Sequence[Any]) -> None:
+            ports = loop.consts[:split] if which == 0 else loop.consts[split:]
+            for port, x in zip(
+                ports, consts[:split] if which == 0 else consts[split:], strict=True
+            ):
+                self.give(port.outputs[0], x)
+            for port, x in zip(loop.carries, carry, strict=True):
+                self.give(port.outputs[which], x)
+
+        def go_on(carry: Sequence[Any]) -> Any:
+            enter(0, carry)
+            self.run(test)
+            assert loop.test is not None
+            return self.fetch(loop.test, 0)
+
+        def step(carry: Sequence[Any]) -> list[Any]:
+            enter(1, carry)
+            self.run(body)
+            return [_strong(self.fetch(port, 1), port) for port in loop.carries]
+
+        for port, x in zip(loop.carries, lax.while_loop(go_on, step, first), strict=True):
+            self.give(port.outputs[-1], x)
+
+    def _cond(self, loop: Loop) -> None:
+        assert loop.test is not None
+        index = self.fetch(loop.test, 0)
+        operands = [self.fetch(port, 0) for port in loop.consts]
+
+        def branch(which: int) -> Callable[..., list[Any]]:
+            def run(*parts: Any) -> list[Any]:
+                for port, x in zip(loop.consts, parts, strict=True):
+                    self.give(port.outputs[which], x)
+                self.run(loop.scopes[which])
+                return [_strong(self.fetch(port, which), port) for port in loop.leaving]
+
+            return run
+
+        results = lax.switch(index, [branch(b) for b in range(len(loop.scopes))], *operands)
+        for port, x in zip(loop.leaving, results, strict=True):
+            self.give(port.outputs[0], x)
+
+
+def _strong(x: Any, port: Node) -> Any:
+    """A carry's type must not change; weak types of literals would."""
+    return lax.convert_element_type(x, port.outputs[0].aval.dtype)
+
+
+def lower(plan: Plan) -> Callable[..., list[Any]]:
+    """`plan` as a function of whole arrays: the arguments, then the closed-over arrays.
+
+    It is one shard_map; results come in the placements of the plan's outputs.
+    """
+    graph, names = plan.graph, plan.mesh.axis_names
+    inputs = [*graph.inputs, *graph.constants]
+
+    def local(*parts: Any) -> list[Any]:
+        run = Local(plan)
+        for node, x in zip(inputs, parts, strict=True):
+            run.give(node.outputs[0], drop_terms(x, plan.rows[node].outputs[0]))
+        run.run(graph.top)
+        return [
+            add_terms(
+                jnp.asarray(run.fetch(node, 0), node.inputs[0].aval.dtype),
+                plan.rows[node].inputs[0],
+            )
+            for node in graph.outputs
+        ]
+
+    return jax.shard_map(
+        local,
+        mesh=plan.mesh,
+        in_specs=tuple(
+            storage_spec(plan.rows[n].outputs[0], n.outputs[0].aval.ndim, names) for n in inputs
+        ),
+        out_specs=[
+            storage_spec(plan.rows[n].inputs[0], n.inputs[0].aval.ndim, names)
+            for n in graph.outputs
+        ],
+        check_vma=False,
+    )
+
+
+def storage_spec(where: Joint, rank: int, names: Sequence[str]) -> PartitionSpec:
+    """How an array is stored: one leading dim per partial axis, sharded on that axis."""
+    return PartitionSpec(*(names[a] for a in where.partial_axes()), *spec(where, rank, names))
+
+
+def drop_terms(x: Any, where: Joint) -> Any:
+    """Storage -> a device's own term."""
+    n = len(where.partial_axes())
+    return x.reshape(x.shape[n:]) if n else x
+
+
+def add_terms(x: Any, where: Joint) -> Any:
+    """A device's own term -> storage."""
+    return x.reshape((1,) * len(where.partial_axes()) + x.shape) if where.partial_axes() else x

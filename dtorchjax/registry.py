@@ -1,0 +1,241 @@
+"""Rules and local programs by primitive name.
+
+A rule says which placements are right; a local program says what one device computes. Neither
+knows of cost. Names are the primitives' own: "dot_general", "scatter-add".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dtorchjax.errors import PlacementError
+from dtorchjax.notation import (
+    Dims,
+    PlacementSignature,
+    parse_row,
+    parse_sentence,
+    sentence_rows,
+)
+from dtorchjax.placements import Joint, Partial, local_shape
+
+RULES: dict[str, Rule] = {}
+"""Primitive name -> its rule. Declared once: a second declaration raises, naming both places."""
+
+LOCALS: dict[str, LocalProgram] = {}
+"""Primitive name -> its local program; without one the primitive is bound as it is. Once, too."""
+
+REFUSALS: dict[str, str] = {}
+"""Primitive name -> why it has no rule."""
+
+LocalProgram = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How to write a primitive's sentence, and what holds besides (see `notation.sentence_rows`).
+
+    `sentence(*dims, **params)` gets one `Dims` per operand and returns the sentence, or a tuple of
+    the sentence and more rows as text. A parameter named `out` (keyword only) gets the results'
+    `Dims`. `when(in_avals, out_avals, params)` says whether partial placements pass at all.
+    """
+
+    name: str
+    sentence: Callable[..., str | tuple[str, Sequence[str]]]
+    partial: str = "sum"
+    linear: str | None = None
+    moves: bool = False
+    monotone: bool = False
+    when: Callable[..., bool] | None = None
+    place: str = ""
+
+    def signature(
+        self, in_avals: Sequence[Any], out_avals: Sequence[Any], params: dict[str, Any]
+    ) -> PlacementSignature:
+        """The table for these shapes and parameters."""
+        dims = [
+            Dims((f"{_letter(i)}{d}" for d in range(len(aval.shape))), aval.shape, aval.dtype)
+            for i, aval in enumerate(in_avals)
+        ]
+        if "out" in inspect.signature(self.sentence).parameters:
+            outs = [
+                Dims((f"out{i}_{d}" for d in range(len(aval.shape))), aval.shape)
+                for i, aval in enumerate(out_avals)
+            ]
+            params = {**params, "out": outs}
+        said = self.sentence(*dims, **params)
+        text, extra = (said, ()) if isinstance(said, str) else said
+        params.pop("out", None)
+        passes = self.when is None or self.when(in_avals, out_avals, params)
+        rows = sentence_rows(
+            parse_sentence(text),
+            partial=self.partial,
+            linear=self.linear if passes else None,
+            moves=self.moves and passes,
+            monotone=self.monotone and passes,
+        )
+        rows += [parse_row(row) for row in extra]
+        avals = [*in_avals, *out_avals]
+        return PlacementSignature(
+            tuple(
+                row
+                for row in rows
+                if all(
+                    _summable(p, a) for p, a in zip(row.inputs + row.outputs, avals, strict=True)
+                )
+            )
+        )
+
+
+def _letter(operand: int) -> str:
+    return chr(ord("a") + operand) if operand < 26 else f"x{operand}_"
+
+
+def _summable(placement: Any, aval: Any) -> bool:
+    """Truth values have a max and a min but no sum; keys have none of them."""
+    if not isinstance(placement, Partial):
+        return True
+    name = str(aval.dtype)
+    if name == "bool":
+        return placement.op in ("max", "min")
+    return not name.startswith("key<")
+
+
+def _caller() -> str:
+    frame = sys._getframe(2)
+    while frame.f_back and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _declare(name: str, entry: Rule) -> None:
+    if name in RULES:
+        raise PlacementError(
+            f"primitive {name!r} has a rule already ({RULES[name].place}); "
+            f"the second one is at {entry.place}"
+        )
+    if name in REFUSALS:
+        raise PlacementError(f"primitive {name!r} is refused already: {REFUSALS[name]}")
+    RULES[name] = entry
+
+
+def rule(names: str, **kinds: Any) -> Callable[[Callable], Callable]:
+    """Declare how the primitives in `names` (separated by blanks) write their sentence.
+
+    >>> @rule("doctest_matmul", linear="each")
+    ... def _(x, y, **_):
+    ...     return f"{x}, {y.shared([0], x[1])} -> {x[0]} {y[1]}"
+
+    Keywords are the fields of `Rule`. Raises PlacementError if a name has a rule.
+    """
+    place = _caller()
+
+    def declare(sentence: Callable) -> Callable:
+        for name in names.split():
+            _declare(name, Rule(name, sentence, place=place, **kinds))
+        return sentence
+
+    return declare
+
+
+def elementwise(names: str, **kinds: Any) -> None:
+    """Primitives whose results have their operands' dims; an operand may have size 1 or none."""
+
+    def sentence(*operands: Dims, out: Sequence[Dims], **_: Any) -> str:
+        result = Dims((f"d{d}" for d in range(len(out[0]))), out[0].shape)
+        words = [
+            "-"
+            if len(x) == 0
+            else " ".join(
+                "1" if size == 1 and full != 1 else factor
+                for factor, size, full in zip(result, x.shape, result.shape, strict=True)
+            )
+            for x in operands
+        ]
+        return f"{', '.join(words)} -> {', '.join([str(result)] * len(out))}"
+
+    place = _caller()
+    for name in names.split():
+        _declare(name, Rule(name, sentence, place=place, **kinds))
+
+
+def local(names: str) -> Callable[[LocalProgram], LocalProgram]:
+    """Declare what one device computes: `def _(call, *operands): return call.bind(*operands, ...)`.
+
+    `call` is a `LocalCall`; the operands are one device's parts.
+    """
+
+    def declare(program: LocalProgram) -> LocalProgram:
+        for name in names.split():
+            if name in LOCALS:
+                raise PlacementError(f"primitive {name!r} has a local program already")
+            LOCALS[name] = program
+        return program
+
+    return declare
+
+
+def refuse(names: str, because: str) -> None:
+    """Say why primitives have no rule; the error message gives the reason."""
+    for name in names.split():
+        if name in RULES:
+            raise PlacementError(f"primitive {name!r} has a rule ({RULES[name].place})")
+        REFUSALS[name] = because
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalCall:
+    """What a local program may ask: parameters, whole shapes, placements, where this device is.
+
+    `position(axes)` is this device's coordinate along mesh axes (major first), a traced integer.
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    in_avals: Sequence[Any]
+    out_avals: Sequence[Any]
+    inputs: Sequence[Joint]
+    outputs: Sequence[Joint]
+    sizes: Sequence[int]
+    position: Callable[[tuple[int, ...]], Any]
+
+    def in_shape(self, operand: int) -> tuple[int, ...]:
+        return local_shape(self.in_avals[operand].shape, self.inputs[operand], self.sizes)
+
+    def out_shape(self, result: int = 0) -> tuple[int, ...]:
+        return local_shape(self.out_avals[result].shape, self.outputs[result], self.sizes)
+
+    def shard(self, where: Joint, dim: int) -> tuple[Any, int]:
+        """(number of this device's part of `dim`, number of parts); (0, 1) if it is whole."""
+        axes = where.axes_on(dim)
+        return (self.position(axes) if axes else 0), math.prod(self.sizes[a] for a in axes)
+
+    def bind(self, *operands: Any, **changed: Any) -> Any:
+        """The primitive itself on local operands, with some parameters changed."""
+        return self.primitive.bind(*operands, **{**self.params, **changed})
+
+
+def missing_rule(name: str) -> PlacementError:
+    if name in REFUSALS:
+        return PlacementError(f"`{name}` cannot be sharded: {REFUSALS[name]}")
+    return PlacementError(
+        f"no sharding rule for primitive `{name}`. Add one in three lines, for example\n"
+        f'  dt.elementwise("{name}")\n'
+        "if it acts on each element alone, or\n"
+        f'  @dt.rule("{name}")\n'
+        f'  def _(x, **params): return f"{{x}} -> {{x}}"\n'
+        "where x.whole(dim) is a dim that no device can do in part. "
+        "See CONTRIBUTING.md, 'Add a primitive'."
+    )
+
+
+def find_rule(name: str) -> Rule:
+    """The rule of a primitive; raises PlacementError that says how to add one."""
+    try:
+        return RULES[name]
+    except KeyError:
+        raise missing_rule(name) from None

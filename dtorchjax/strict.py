@@ -1,0 +1,279 @@
+"""`redistribute="never"`: which rows fit without communication, and what to say where none does.
+
+Feasible placements are propagated forward: an operand fits a row as it is, or as a slice of what
+every device holds whole (R -> S, no communication), or as zeros that count as terms of a sum. The
+first equation that is left without a row is where the program fails.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+
+from dtorchjax import _jax
+from dtorchjax.errors import PlacementMismatchError, Remedy, size_text
+from dtorchjax.graph import Node, Value
+from dtorchjax.notation import PlacementSignature, Row
+from dtorchjax.placements import Joint, Layout, Partial, Placement, R, Replicate, Shard
+from dtorchjax.plan import JointRow, Labels, fits_locally, is_zero, signature
+
+
+def explain_mismatch(labels: Labels, mesh: object) -> PlacementMismatchError:
+    """The error for a program that no choice of rows makes free of communication."""
+    found = _Feasible(labels)
+    node = found.first_failure()
+    assert node is not None, "the program fits after all"
+    return _Report(found, node, mesh).error()
+
+
+class _Feasible:
+    """The rows of each node that its operands' feasible placements allow."""
+
+    def __init__(self, labels: Labels):
+        self.labels = labels
+        self.rows: dict[Node, list[JointRow]] = {}
+
+    def placements(self, value: Value) -> list[Joint]:
+        assert value.producer is not None
+        rows = self.rows[value.producer]
+        return list(dict.fromkeys(row.outputs[value.output] for row in rows))
+
+    def allowed(self, node: Node, known: dict[Value, list[Joint]] | None = None) -> list[JointRow]:
+        """The node's rows that fit; inputs that are not known yet (carries) allow everything."""
+        rows = self.rows.get(node, self.labels.of[node])
+        for i, value in enumerate(node.inputs):
+            if node.asked:
+                continue
+            if known is not None and value in known:
+                there = known[value]
+            elif value.producer in self.rows:
+                there = self.placements(value)
+            else:
+                continue
+            zero = is_zero(value)
+            rows = [r for r in rows if any(fits_locally(s, r.inputs[i], zero) for s in there)]
+        return rows
+
+    def first_failure(self) -> Node | None:
+        changed = True
+        while changed:  # again for what carries bring back
+            changed = False
+            for node in self.labels.graph.nodes:
+                rows = self.allowed(node)
+                if not rows:
+                    return node
+                if len(rows) != len(self.rows.get(node, ())):
+                    self.rows[node] = rows
+                    changed = True
+        return None
+
+
+class _Report:
+    """The error text of one node whose operands fit no row."""
+
+    def __init__(self, found: _Feasible, node: Node, mesh: object):
+        self.found, self.node, self.labels = found, node, found.labels
+        self.names = mesh.axis_names  # type: ignore[attr-defined]
+        self.mesh = mesh
+        self.have = [found.placements(v)[0] for v in node.inputs if v.producer in found.rows]
+        self.axis = self._failing_axis()
+
+    def _failing_axis(self) -> int | None:
+        if self.node.kind != "equation":
+            wanted = self.labels.of[self.node][0].inputs
+            for axis in range(len(self.names)):
+                if any(
+                    not _fits(h.placements[axis], w.placements[axis])
+                    for h, w in zip(self.have, wanted)
+                ):
+                    return axis
+            return None
+        rows = signature(self.node).rows
+        zeros = [is_zero(v) for v in self.node.inputs]
+        for axis in range(len(self.names)):
+            given = [j.placements[axis] for j in self.have]
+            if not any(all(map(_fits, given, row.inputs, zeros)) for row in rows):
+                return axis
+        return None
+
+    def error(self) -> PlacementMismatchError:
+        node, where = self.node, self.node.where
+        if node.kind == "equation":
+            table = PlacementSignature(signature(node).rows)
+        else:
+            wanted = self.labels.of[node][0]
+            axis = self.axis or 0
+            table = PlacementSignature((Row(tuple(j.placements[axis] for j in wanted.inputs), ()),))
+        return PlacementMismatchError(
+            self._summary(),
+            primitive=self._what(),
+            operands=[self._operand(v, h) for v, h in zip(node.inputs, self.have)],
+            axis=None if self.axis is None else self.names[self.axis],
+            rows=str(table).splitlines(),
+            remedies=self._remedies(),
+            where=None if where is None else str(where),
+            line=None if where is None else where.text(),
+        )
+
+    def _what(self) -> str:
+        return self.node.name or self.node.label or self.node.kind
+
+    def _summary(self) -> str:
+        what = f"`{self._what()}`"
+        if self.axis is None:
+            shapes = ", ".join(str(tuple(v.aval.shape)) for v in self.node.inputs)
+            return f"{what} of {shapes} cannot be done in parts that fit all mesh axes at once"
+        given = [j.placements[self.axis] for j in self.have]
+        on = f"on mesh axis {self.names[self.axis]!r}"
+        if self.node.kind == "output" and self.node.fixed is None:
+            return f"a result may not be {_words(given[0])} {on}: say where it goes"
+        if self.node.kind != "equation":
+            wanted = self.labels.of[self.node][0].inputs[0].placements[self.axis]
+            return f"{what} is {_words(given[0])} {on}, but {_words(wanted)} is needed"
+        if len(given) == 1:
+            return f"{what} cannot take {_words(given[0])} {on}"
+        return f"{what} cannot combine {' and '.join(map(_words, given))} {on}"
+
+    def _operand(self, value: Value, have: Joint) -> str:
+        aval = value.aval
+        text = f"{_jax.short_type(aval)}  {Layout(self.mesh, have.placements, have.order)}"
+        maker = value.producer
+        if maker is not None and maker.kind == "equation" and maker.where is not None:
+            text += f"   (made at {maker.where} by {maker.name})"
+        elif maker is not None and maker.kind == "input":
+            text += f"   ({maker.label})"
+        elif maker is not None and maker.kind == "literal":
+            text += f"   (the constant {maker.literal})"
+        return text
+
+    # ---- remedies: redistribute one value that enters the user's expression, and try
+
+    def _remedies(self) -> list[Remedy]:
+        if self.axis is None:
+            return []
+        region = self._region()
+        inside = {v for n in region for v in n.outputs}
+        entering = list(
+            dict.fromkeys(
+                v
+                for n in region
+                for v in n.inputs
+                if v not in inside and v.producer is not None and v.producer.kind != "literal"
+            )
+        )
+        names = _argument_texts(self.node.where, len(entering), self.node.kind)
+        found: list[Remedy] = []
+        order: list[tuple[float, bool, str]] = []  # by bytes, then away from dims in use
+        for value, name in zip(entering, names):
+            paths = self.labels.table(value)
+            have = self.found.placements(value)[0]
+            for target in paths.states:
+                if (
+                    target == have
+                    or target.order != tuple(range(len(self.names)))
+                    or any(
+                        p != q
+                        for a, (p, q) in enumerate(zip(target.placements, have.placements))
+                        if a != self.axis
+                    )
+                ):
+                    continue
+                if isinstance(target.placements[self.axis], Partial):
+                    continue
+                result = self._try(region, {value: [target]})
+                if result is None or paths.cost[paths.index[have], paths.index[target]] > 1e14:
+                    continue
+                moves = paths.path(have, target)
+                sent = sum(paths.sent(m, self.labels.sizes) for m in moves)
+                kinds = " + ".join(m.kind for m in moves if m.is_collective) or "no communication"
+                layout = Layout(self.mesh, target.placements, target.order)
+                where = ", ".join(f'"{n}": "{p}"' for n, p in layout.named().items())
+                cost = f"{kinds}, {size_text(sent)} per device"
+                if not isinstance(result, Replicate):
+                    cost += f", result {result}"
+                found.append(Remedy(f"dt.redistribute({name}, {{{where}}})", cost, float(sent)))
+                crowded = target.placements[self.axis] in have.placements
+                order.append((float(sent), crowded, kinds))
+        best = sorted(range(len(found)), key=order.__getitem__)
+        second = [
+            i
+            for i in best[1:]
+            if found[i].code.split(",")[0] != found[best[0]].code.split(",")[0]
+            or order[i][2] != order[best[0]][2]
+        ]
+        return [found[i] for i in best[:1] + second[:1]]
+
+    def _region(self) -> list[Node]:
+        """The equations that the same expression of the user's made."""
+        if self.node.where is None or self.node.kind != "equation":
+            return [self.node]
+        return [n for n in self.labels.graph.nodes if n.where == self.node.where]
+
+    def _try(self, region: Iterable[Node], known: dict[Value, list[Joint]]) -> Placement | None:
+        """What the failing axis has after the region if these placements enter it; None: no row."""
+        known = dict(known)
+        result: Placement = R
+        for node in region:
+            rows = [
+                row
+                for row in self.labels.of[node]
+                if all(
+                    any(fits_locally(s, w, is_zero(v)) for s in self._there(v, known))
+                    for v, w in zip(node.inputs, row.inputs)
+                )
+            ]
+            if not rows:
+                return None
+            for i, value in enumerate(node.outputs):
+                known[value] = list(dict.fromkeys(row.outputs[i] for row in rows))
+                result = known[value][0].placements[self.axis or 0]
+        return result
+
+    def _there(self, value: Value, known: dict[Value, list[Joint]]) -> Sequence[Joint]:
+        if value in known:
+            return known[value]
+        if value.producer in self.found.rows:
+            return self.found.placements(value)
+        return [row.outputs[value.output] for row in self.labels.of[value.producer]]  # type: ignore[index]
+
+
+def _fits(have: Placement, wanted: Placement, zero: bool = False) -> bool:
+    return (
+        have == wanted
+        or (isinstance(have, Replicate) and isinstance(wanted, Shard))
+        or (zero and isinstance(have, Replicate) and wanted == Partial())
+    )
+
+
+def _words(placement: Placement) -> str:
+    if isinstance(placement, Partial):
+        return f"a partial {placement.op}"
+    return str(placement)
+
+
+def _argument_texts(where: _jax.Where | None, count: int, kind: str) -> list[str]:
+    """How the user wrote the `count` arrays that enter an expression, in order."""
+    unknown = [f"operand_{i}" for i in range(count)]
+    try:
+        tree = ast.parse(where.expression().strip(), mode="eval").body if where else None
+    except SyntaxError:
+        return unknown
+    if isinstance(tree, ast.Call):
+        parts = [*tree.args, *(k.value for k in tree.keywords)]
+        if isinstance(tree.func, ast.Attribute):
+            receiver = [tree.func.value]
+        else:
+            receiver = []
+    elif isinstance(tree, ast.BinOp):
+        parts, receiver = [tree.left, tree.right], []
+    elif isinstance(tree, ast.Compare):
+        parts, receiver = [tree.left, *tree.comparators], []
+    elif isinstance(tree, ast.UnaryOp):
+        parts, receiver = [tree.operand], []
+    else:
+        return unknown
+    texts = list(dict.fromkeys(ast.unparse(p) for p in parts if not isinstance(p, ast.Constant)))
+    if len(texts) >= count:
+        return texts[:count]
+    with_receiver = [ast.unparse(p) for p in receiver] + texts
+    return with_receiver if len(with_receiver) == count else unknown

@@ -1,0 +1,18 @@
+"""Sharding rules, one file per family. Importing this package fills the registry."""
+
+if __name__ != "dtorchjax.sharding_rules":
+    raise ImportError(
+        "import dtorchjax.sharding_rules, not sharding_rules: "
+        "two copies would declare every rule twice"
+    )
+
+from dtorchjax.sharding_rules import (
+    contractions,
+    elementwise,
+    indexing,
+    movement,
+    random,
+    reductions,
+)
+
+__all__ = ["contractions", "elementwise", "indexing", "movement", "random", "reductions"]

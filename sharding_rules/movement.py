@@ -1,0 +1,177 @@
+"""Primitives that move data: every kind of partial passes through them."""
+
+from __future__ import annotations
+
+from jax import numpy as jnp
+
+from dtorchjax.notation import Dims
+from dtorchjax.registry import local, rule
+
+moves = {"linear": "0", "moves": True}
+
+
+def renamed(x: Dims, dims, prefix: str) -> Dims:
+    """Dims whose size changes get a factor of their own, needed whole."""
+    return x.shared(list(dims), [f"{prefix}{d}!" for d in dims])
+
+
+@rule("transpose", **moves)
+def _(x, *, permutation, **_):
+    return f"{x} -> {x[permutation]}"
+
+
+@rule("squeeze", **moves)
+def _(x, *, dimensions, **_):
+    """b 1 n -> b n"""
+    return f"{x.shared(dimensions, ['1'] * len(dimensions))} -> {x.drop(dimensions)}"
+
+
+@rule("rev", **moves)
+def _(x, *, dimensions, **_):
+    x = x.whole(*dimensions)
+    return f"{x} -> {x}"
+
+
+@rule("broadcast_in_dim", **moves)
+def _(x, *, broadcast_dimensions, out, **_):
+    """n -> b n; a dim of size 1 may become one of any size"""
+    result = out[0]
+    same = [x.shape[d] == result.shape[b] for d, b in enumerate(broadcast_dimensions)]
+    factors = [
+        result.factors[b] if s else "1" for s, b in zip(same, broadcast_dimensions, strict=True)
+    ]
+    return f"{' '.join(factors) or '-'} -> {result}"
+
+
+@local("broadcast_in_dim")
+def _(call, x):
+    return call.bind(x, shape=call.out_shape())
+
+
+@rule("empty2 iota")
+def _(*, out, **_):
+    return f"-> {out[0]}"
+
+
+@local("iota")
+def _(call):
+    dim, shape = call.params["dimension"], call.out_shape()
+    index, _ = call.shard(call.outputs[0], dim)
+    return call.bind(shape=shape) + jnp.asarray(index * shape[dim], call.out_avals[0].dtype)
+
+
+@rule("reshape", **moves)
+def _(x, *, new_sizes, **_):
+    """b s d -> b t: the leading dims of two groups of equal size share a factor
+
+    Equal parts of the leading dims are then the same stretch of elements on both sides.
+    """
+    left, right = [], []
+    for number, (source, target) in enumerate(reshape_groups(x.shape, new_sizes)):
+        for side, names, shape in ((source, left, x.shape), (target, right, new_sizes)):
+            leads = next((d for d in side if shape[d] > 1), None)
+            tag = "ab"[names is right]
+            names += [
+                f"g{number}" if d == leads else f"{tag}{d}!" if shape[d] > 1 else "1" for d in side
+            ]
+    return f"{' '.join(left) or '-'} -> {' '.join(right) or '-'}"
+
+
+def reshape_groups(source, target):
+    """Consecutive dims of both shapes with equal products, as pairs of lists of dims."""
+    i = j = 0
+    while i < len(source) or j < len(target):
+        first = i, j
+        left = right = 1
+        while True:
+            if left == right and (i, j) != first and left * right != 0:
+                break
+            if left <= right and i < len(source):
+                left, i = left * source[i], i + 1
+            elif j < len(target):
+                right, j = right * target[j], j + 1
+            elif i < len(source):
+                left, i = left * source[i], i + 1
+            else:
+                break
+        yield list(range(first[0], i)), list(range(first[1], j))
+
+
+@local("reshape")
+def _(call, x):
+    return call.bind(x, new_sizes=call.out_shape())
+
+
+@rule("slice", **moves)
+def _(x, *, start_indices, limit_indices, strides, **_):
+    strides = strides or (1,) * len(x)
+    cut = [
+        d
+        for d, (start, stop, step) in enumerate(
+            zip(start_indices, limit_indices, strides, strict=True)
+        )
+        if (start, stop, step) != (0, x.shape[d], 1)
+    ]
+    return f"{x.whole(*cut)} -> {renamed(x, cut, 'cut')}"
+
+
+@local("slice")
+def _(call, x):
+    limits = [
+        part if (start, stop) == (0, full) else stop
+        for start, stop, full, part in zip(
+            call.params["start_indices"], call.params["limit_indices"],
+            call.in_avals[0].shape, x.shape, strict=True,
+        )
+    ]  # fmt: skip
+    return call.bind(x, limit_indices=tuple(limits))
+
+
+@rule("pad", linear="jointly")
+def _(x, value, *, padding_config, **_):
+    padded = [d for d, config in enumerate(padding_config) if tuple(config) != (0, 0, 0)]
+    return f"{x.whole(*padded)}, - -> {renamed(x, padded, 'padded')}"
+
+
+@rule("concatenate", linear="jointly", moves=True)
+def _(*operands, dimension, **_):
+    first = operands[0]
+    parts = [first.shared([dimension], [f"part{i}!"]) for i in range(len(operands))]
+    return f"{', '.join(map(str, parts))} -> {first.shared([dimension], ['joined!'])}"
+
+
+@rule("split", **moves)
+def _(x, *, axis, sizes, **_):
+    parts = [x.shared([axis], [f"part{i}!"]) for i in range(len(sizes))]
+    return f"{x.whole(axis)} -> {', '.join(map(str, parts))}"
+
+
+@rule("stack", linear="jointly", moves=True)
+def _(*operands, axis, **_):
+    first = operands[0]
+    result = [*first[:axis], "stacked!", *first[axis:]]
+    return f"{', '.join([str(first)] * len(operands))} -> {' '.join(result)}"
+
+
+@rule("unstack", **moves)
+def _(x, *, axis, out, **_):
+    return f"{x.whole(axis)} -> {', '.join([str(x.drop([axis]))] * len(out))}"
+
+
+@rule("dynamic_slice", **moves)
+def _(x, *starts, slice_sizes, **_):
+    cut = [d for d, size in enumerate(slice_sizes) if size != x.shape[d]]
+    scalars = ", -" * len(starts)
+    return f"{x.whole(*cut)}{scalars} -> {renamed(x, cut, 'cut')}"
+
+
+@local("dynamic_slice")
+def _(call, x, *starts):
+    return call.bind(x, *starts, slice_sizes=call.out_shape())
+
+
+@rule("dynamic_update_slice", linear="0 1")
+def _(x, update, *starts, **_):
+    cut = [d for d, size in enumerate(update.shape) if size != x.shape[d]]
+    x = x.whole(*cut)
+    return f"{x}, {renamed(x, cut, 'cut')}{', -' * len(starts)} -> {x}"

@@ -1,0 +1,28 @@
+"""Eight simulated CPU devices for every test, and the two meshes that most of them use."""
+
+import os
+import sys
+
+# JAX reads these once, at its first import and at its first device: too late to change afterwards,
+# and whoever has set them knows what they want.
+if "jax" not in sys.modules:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_force_host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def mesh24():
+    import dtorchjax as dt
+
+    return dt.init_device_mesh((2, 4), ("dp", "tp"))
+
+
+@pytest.fixture(scope="session")
+def mesh8():
+    import dtorchjax as dt
+
+    return dt.init_device_mesh((8,), ("dp",))

@@ -1,0 +1,104 @@
+"""What a compiled program really sends: collectives read from its optimized HLO text."""
+
+import math
+import re
+from typing import NamedTuple
+
+ITEM = dict(
+    pred=1, s8=1, u8=1, s16=2, u16=2, f16=2, bf16=2, s32=4, u32=4, f32=4, s64=8, u64=8, f64=8, c64=8
+)
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)$")
+
+
+class Collective(NamedTuple):
+    kind: str
+    group: int
+    sent: float  # by one device in one execution
+    times: int
+
+
+def size_of(types: str) -> int:
+    """Bytes of all arrays in a type, tuples included."""
+    return sum(
+        ITEM[name] * math.prod(int(d) for d in dims.split(",") if d)
+        for name, dims in ARRAY.findall(types)
+        if name in ITEM
+    )
+
+
+def sent(kind: str, n: int, result: int) -> float:
+    """Bytes that one device sends with ring algorithms, from the bytes of its result."""
+    return {
+        "all-reduce": 2 * result * (n - 1) / n,
+        "all-gather": result * (n - 1) / n,
+        "reduce-scatter": result * (n - 1),
+        "all-to-all": result * (n - 1) / n,
+        "collective-permute": result,
+    }[kind]
+
+
+def computations(text: str) -> tuple[dict[str, list[str]], str]:
+    found: dict[str, list[str]] = {}
+    name, entry = "", ""
+    for line in text.splitlines():
+        if head := re.match(r"^(ENTRY )?%?([\w.-]+) .*\{$", line):
+            name = head[2]
+            found[name] = []
+            entry = name if head[1] else entry
+        elif name and line.startswith(" "):
+            found[name].append(line)
+    return found, entry
+
+
+def group_size(rest: str, devices: int) -> int:
+    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
+        return len(listed[1].split(","))
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest):
+        return int(iota[2])
+    if meshed := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", rest):
+        sizes = dict(part.strip().split("=") for part in meshed[1].split(","))
+        sizes = {k.strip("'\" "): int(v) for k, v in sizes.items()}
+        return math.prod(sizes[a.strip("'\" ")] for a in meshed[2].split(",") if a.strip())
+    return devices
+
+
+def collectives(text: str) -> list[Collective]:
+    """All collectives; in loops as often as they run, of a conditional the costliest branch."""
+    parts, entry = computations(text)
+    count = re.search(r"num_partitions=(\d+)", text)
+    devices = int(count[1]) if count else 1
+
+    def walk(name: str, times: int) -> list[Collective]:
+        found: list[Collective] = []
+        for line in parts.get(name, ()):
+            match = INSTRUCTION.match(line)
+            if match is None:
+                continue
+            _, types, operation, rest = match.groups()
+            kind = operation.removesuffix("-start")
+            if kind in KINDS:
+                n = group_size(rest, devices)
+                found.append(Collective(kind, n, sent(kind, n, size_of(types)), times))
+            elif operation == "while":
+                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', rest)
+                body = re.search(r"body=%?([\w.-]+)", rest)
+                found += walk(body[1], times * (int(trips[1]) if trips else 1))
+            elif operation == "conditional":
+                names = re.findall(r"(?:true|false)_computation=%?([\w.-]+)", rest)
+                if several := re.search(r"branch_computations=\{([^}]*)\}", rest):
+                    names += [n.strip(" %") for n in several[1].split(",")]
+                branches = [walk(n, times) for n in names]
+                found += max(branches, key=lambda b: sum(c.sent * c.times for c in b))
+            else:
+                for called in re.findall(r"(?:to_apply|calls)=%?([\w.-]+)", rest):
+                    found += walk(called, times)
+        return found
+
+    return walk(entry, 1)
+
+
+def collective_bytes(text: str) -> float:
+    """Bytes that one device sends in one execution of the program."""
+    return sum(c.sent * c.times for c in collectives(text))

@@ -1,0 +1,364 @@
+"""Whole programs through dt.jit against one device: values, gradients, layouts, communication."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from hlo import collective_bytes
+from jax import lax
+from jax import numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+import dtorchjax as dt
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def same(got, expected, tolerance=1e-5):
+    got, expected = jax.tree.leaves(got), jax.tree.leaves(expected)
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        a = a.full_tensor() if isinstance(a, dt.DTensor) else a
+        if np.asarray(b).dtype.kind in "iub":
+            np.testing.assert_array_equal(a, b)
+        else:
+            scale = max(1.0, float(np.max(np.abs(b), initial=0)))
+            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * scale)
+
+
+def inner(jaxpr):
+    """Programs inside an equation's parameters."""
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            for item in value if isinstance(value, tuple | list) else (value,):
+                item = getattr(item, "jaxpr", item)
+                if hasattr(item, "eqns"):
+                    yield eqn, item
+
+
+def shard_maps(jaxpr):
+    """How many shard_maps, and what computes outside them."""
+    count, outside = 0, set()
+    calls = {id(eqn): eqn for eqn, _ in inner(jaxpr)}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "shard_map":
+            count += 1
+        elif id(eqn) not in calls:
+            outside.add(eqn.primitive.name)
+    for eqn, program in inner(jaxpr):
+        if eqn.primitive.name != "shard_map":
+            n, names = shard_maps(program)
+            count, outside = count + n, outside | names
+    return count, outside
+
+
+def check(fun, args, mesh, in_placements=None, out_placements=None, tolerance=1e-5, **options):
+    """dt.jit(fun) gives what fun gives, in one shard_map whose bytes are the plan's."""
+    step = dt.jit(
+        fun, mesh=mesh, in_placements=in_placements, out_placements=out_placements, **options
+    )
+    out = step(*args)
+    same(out, jax.jit(fun)(*args), tolerance)
+    assert shard_maps(jax.make_jaxpr(step)(*args).jaxpr) == (1, set())
+    plan, real = step.explain(*args), collective_bytes(step.lower(*args).compile().as_text())
+    assert abs(plan.bytes_per_device - real) <= max(64, 0.02 * real), (plan.bytes_per_device, real)
+    return out, plan
+
+
+def mlp_loss(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2)
+
+
+def mlp():
+    return dict(a=normal(0, 16, 32), b=normal(1, 32, 8)), normal(2, 8, 16), normal(3, 8, 8)
+
+
+MEGATRON = dict(a=["R", "S1"], b=["R", "S0"])
+
+
+@pytest.mark.smoke
+def test_value_and_grad_of_an_mlp(mesh24):
+    where = (MEGATRON, ["S0", "R"], ["S0", "R"])
+    (loss, grads), plan = check(jax.value_and_grad(mlp_loss), mlp(), mesh24, where)
+    assert grads["a"].sharding.spec == PartitionSpec(None, "tp")  # a gradient lies as its primal
+    assert loss.sharding.is_fully_replicated
+    assert {c.kind for c in plan.collectives} == {"all-reduce"}
+    # row-parallel product over tp; loss and two gradients over dp
+    assert plan.bytes_per_device == 2 * 128 * 3 / 4 + 4 + (16 * 8 + 8 * 8) * 4
+
+
+@pytest.mark.parametrize("order", ["S0,R", "R,S0", "S0,S0", "R,R", "S1,S0"])
+def test_batch_placements(mesh24, order):
+    check(jax.value_and_grad(mlp_loss), mlp(), mesh24, (MEGATRON, order, "R"))
+
+
+def test_placement_of_results(mesh24):
+    params, x, y = mlp()
+    step = dt.jit(
+        lambda p, x, y: (mlp_loss(p, x, y), x @ p["a"]),
+        mesh=mesh24,
+        in_placements=(MEGATRON, ["S0", "R"], ["S0", "R"]),
+        out_placements=("R", ["S0", "R"]),
+    )
+    _, hidden = step(params, x, y)
+    assert hidden.sharding.spec == PartitionSpec("dp")
+
+
+def sgd(params, x, y):
+    loss, grads = jax.value_and_grad(mlp_loss)(params, x, y)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def test_a_step_of_a_step_traces_once(mesh24):
+    traces = 0
+
+    def counted(params, x, y):
+        nonlocal traces
+        traces += 1
+        return sgd(params, x, y)
+
+    params, x, y = mlp()
+    params = dt.distribute(params, mesh24, MEGATRON)
+    x, y = (dt.distribute_tensor(a, mesh24, {"dp": "S0"}) for a in (x, y))
+    step = dt.jit(counted)
+    first, _ = step(params, x, y)
+    second, loss = step(first, x, y)
+    assert traces == 1
+    assert second["a"].placements == params["a"].placements
+    expected = sgd(sgd(*mlp())[0], *mlp()[1:])
+    same((second, loss), expected)
+
+
+def test_results_are_dtensors_only_if_an_argument_is_one(mesh24):
+    x = normal(0, 8, 16)
+    assert isinstance(dt.jit(jnp.exp, mesh=mesh24)(x), jax.Array)
+    assert isinstance(dt.jit(jnp.exp)(dt.distribute_tensor(x, mesh24, "S0,R")), dt.DTensor)
+
+
+def test_scan_accumulates_before_it_reduces(mesh8):
+    """Microbatches in a scan: the gradients are summed over devices once, after the loop."""
+    params = mlp()[0]
+    xs, ys = normal(5, 4, 8, 16), normal(6, 4, 8, 8)
+
+    def step(params, xs, ys):
+        def body(total, xy):
+            return jax.tree.map(jnp.add, total, jax.grad(mlp_loss)(params, *xy)), None
+
+        return lax.scan(body, jax.tree.map(jnp.zeros_like, params), (xs, ys))[0]
+
+    _, plan = check(step, (params, xs, ys), mesh8, (["R"], ["S1"], ["S1"]), "R")
+    assert all(c.times == 1 for c in plan.collectives)
+    assert plan.bytes_per_device <= 2 * 4 * (16 * 32 + 32 * 8) * 7 / 8
+
+
+def test_scan_with_stacked_weights(mesh24):
+    ws, x = normal(0, 3, 16, 16) / 4, normal(1, 8, 16)
+
+    def loss(ws, x):
+        body = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w), h.sum()))
+        h, sums = lax.scan(body, x, ws)
+        return (h**2).sum() + (sums**2).sum()
+
+    for where in (["R", "S2"], ["S1", "S2"], ["R", "S0"]):
+        if where[1] == "S0":
+            where = ["R", "R"]
+        check(jax.value_and_grad(loss, (0, 1)), (ws, x), mesh24, (where, ["S0", "R"]))
+
+
+def test_scan_reverse_and_constants(mesh24):
+    x, w = normal(0, 6, 8), normal(1, 8, 8)
+
+    def f(x, w):
+        return lax.scan(lambda c, r: (c * 0.5 + r @ w, c), jnp.zeros(8), x, reverse=True)
+
+    check(f, (x, w), mesh24, ("R", ["R", "S1"]))
+    check(f, (x, w), mesh24, (["R", "S1"], ["R", "S0"]))
+
+
+def test_while_loop(mesh24):
+    def f(x, w):
+        def body(state):
+            i, y = state
+            return i + 1, jnp.tanh(y @ w)
+
+        return lax.while_loop(lambda s: (s[0] < 5) & (jnp.abs(s[1]).sum() > 1e-3), body, (0, x))
+
+    x, w = normal(0, 8, 16), normal(1, 16, 16)
+    step = dt.jit(f, mesh=mesh24, in_placements=(["S0", "R"], ["R", "S1"]))
+    same(step(x, w), f(x, w))
+
+
+def test_fori_loop(mesh24):
+    def f(x):
+        return lax.fori_loop(0, 4, lambda i, y: y * 1.5 + i, x)
+
+    check(f, (normal(0, 8, 16),), mesh24, ("S0,S1",))
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_cond(mesh24, flag):
+    def f(flag, x, w):
+        return lax.cond(flag, lambda x, w: jnp.tanh(x @ w), lambda x, w: x + 1.0, x, w)
+
+    args = (jnp.asarray(flag), normal(0, 8, 16), normal(1, 16, 16))
+    step = dt.jit(f, mesh=mesh24, in_placements=("R", ["S0", "R"], ["R", "S1"]))
+    same(step(*args), f(*args))
+    grad = jax.grad(lambda x, w: f(args[0], x, w).sum(), (0, 1))
+    check(grad, args[1:], mesh24, (["S0", "R"], ["R", "S1"]))
+
+
+def test_custom_derivatives(mesh24):
+    @jax.custom_vjp
+    def clip_gradient(x):
+        return x
+
+    clip_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+    @jax.custom_jvp
+    def f(x):
+        return jnp.sin(x)
+
+    f.defjvp(lambda p, t: (f(*p), 2 * t[0]))
+
+    def loss(x, w):
+        return jnp.sum(clip_gradient(f(x @ w)) ** 2)
+
+    check(
+        jax.value_and_grad(loss, (0, 1)),
+        (normal(0, 8, 16), normal(1, 16, 8)),
+        mesh24,
+        (["S0", "S1"], ["R", "S0"]),
+    )
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("vocabulary", ["R,S0", "S0,S0", "R,S1", "R,R"])
+def test_embedding_and_cross_entropy(mesh24, vocabulary):
+    table, ids = normal(0, 32, 16), jax.random.randint(jax.random.key(1), (8, 4), 0, 32)
+
+    def loss(table, ids):
+        logits = jnp.take(table, ids, axis=0) @ table.T
+        return optax.softmax_cross_entropy_with_integer_labels(logits, ids).mean()
+
+    check(jax.value_and_grad(loss), (table, ids), mesh24, (vocabulary, ["S0", "R"]))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("where", ["R,R", "S0,R", "S0,S1", "S1,S0", "S0,S0", "R,S1"])
+def test_random_numbers_do_not_depend_on_placements(mesh24, where):
+    def f(key):
+        return (
+            jax.random.bits(key, (8, 16)),
+            jax.random.uniform(key, (8, 16)),
+            jax.random.bernoulli(key, 0.3, (8, 16)),
+            jax.random.randint(key, (8, 16), 0, 100),
+        )
+
+    key = jax.random.key(3)
+    got = dt.jit(f, mesh=mesh24, out_placements=where)(key)
+    for a, b in zip(got, f(key), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_keys_split_and_fold(mesh24):
+    def f(key, x):
+        a, b = jax.random.split(key)
+        mask = jax.random.bernoulli(jax.random.fold_in(a, 3), 0.5, x.shape)
+        return jnp.where(mask, x, 0.0), b
+
+    key, x = jax.random.key(0), normal(1, 8, 16)
+    got, next_key = dt.jit(f, mesh=mesh24, in_placements=("R", ["S0", "S1"]))(key, x)
+    expected, expected_key = f(key, x)
+    np.testing.assert_array_equal(got, expected)
+    assert (jax.random.key_data(next_key) == jax.random.key_data(expected_key)).all()
+
+
+def test_closed_over_arrays(mesh24):
+    w = jax.device_put(normal(0, 16, 8), NamedSharding(mesh24, PartitionSpec(None, "tp")))
+    bias = np.arange(8, dtype="float32")
+    out, plan = check(lambda x: x @ w + bias, (normal(1, 8, 16),), mesh24, (["S0", "R"],))
+    assert not plan.collectives
+    assert out.sharding.spec == PartitionSpec("dp", "tp")
+
+
+def test_mismatched_arguments_are_redistributed_by_the_plan(mesh24):
+    x = jax.device_put(normal(0, 8, 16), NamedSharding(mesh24, PartitionSpec(None, "tp")))
+    _, plan = check(lambda x: x * 2, (x,), mesh24, (["S0", "R"],))
+    assert plan.collectives
+
+
+@pytest.mark.parametrize("kind", ["set_mesh", "explicit"])
+def test_under_set_mesh(mesh24, kind):
+    mesh = mesh24
+    if kind == "explicit":
+        types = (jax.sharding.AxisType.Explicit,) * 2
+        mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=types)
+    params, x, y = mlp()
+    with jax.set_mesh(mesh):
+        step = dt.jit(jax.value_and_grad(mlp_loss), in_placements=(MEGATRON, "S0,R", "S0,R"))
+        same(step(params, x, y), jax.value_and_grad(mlp_loss)(params, x, y))
+        placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("dp")))
+        same(dt.jit(lambda x: jnp.cumsum(x @ x.T, 1))(placed), jnp.cumsum(x @ x.T, 1))
+
+
+def test_static_and_donated_arguments(mesh24):
+    def f(x, power, *, scale):
+        return x**power * scale
+
+    x = dt.distribute_tensor(normal(0, 8, 16), mesh24, "S0,R")
+    step = dt.jit(f, static_argnums=1, static_argnames="scale")
+    same(step(x, 2, scale=3.0), np.asarray(x) ** 2 * 3)
+    same(step(x, 3, scale=2.0), np.asarray(x) ** 3 * 2)
+    with pytest.raises(TypeError, match="hashable"):
+        step(x, [2], scale=1.0)
+    donate = dt.jit(lambda x, y: x + y, donate_argnums=0)
+    a, b = (dt.distribute_tensor(normal(s, 8, 16), mesh24, "S0,R") for s in (1, 2))
+    donate(a, b)
+    assert a.storage.is_deleted() and not b.storage.is_deleted()
+
+
+def test_annotations_are_obeyed(mesh24):
+    def f(x):
+        h = dt.redistribute(jnp.sin(x), {"tp": "S1"})
+        return jax.grad(lambda h: jnp.sum(dt.redistribute(h, ["S0", "R"]) ** 2))(h) + h
+
+    check(f, (normal(0, 8, 16),), mesh24, (["S0", "R"],))
+
+    def g(x):
+        spec = NamedSharding(mesh24, PartitionSpec(None, "dp"))
+        return lax.with_sharding_constraint(x + 1, spec)
+
+    out, plan = check(g, (normal(0, 8, 16),), mesh24, (["S0", "R"],))
+    assert tuple(out.sharding.spec)[:1] == ("dp",)  # like the argument of the same shape
+    assert {c.kind for c in plan.collectives} == {"all-to-all"}
+
+
+def test_a_primitive_without_a_rule_says_how_to_add_one(mesh24):
+    with pytest.raises(
+        dt.PlacementError, match=r"no sharding rule for primitive `sort`(.|\n)*dt\.rule"
+    ):
+        dt.jit(jnp.sort, mesh=mesh24)(normal(0, 8))
+
+
+def test_gradients_of_a_compiled_step_are_refused_not_wrong(mesh24):
+    step = dt.jit(lambda x: jnp.sum(x**2), mesh=mesh24, in_placements=("S0,R",))
+    with pytest.raises(dt.PlacementError, match="differentiate inside"):
+        jax.grad(step)(normal(0, 8, 16))
+
+
+def test_uneven_and_blocks_are_errors_yet(mesh24):
+    with pytest.raises(dt.PlacementError, match="uneven"):
+        dt.distribute_tensor(normal(0, 6, 3), mesh24, "R,S0")
+    with pytest.raises(dt.PlacementError, match="blocks"):
+        dt.distribute_tensor(normal(0, 8, 3), mesh24, "S0/2,R")
+    # a result that cannot be sharded evenly is not: right values all the same
+    x = normal(0, 6, 5)
+    same(dt.jit(lambda x: jnp.tanh(x @ x.T), mesh=mesh24)(x), jnp.tanh(x @ x.T))
+
+
+def test_the_local_function_that_ndim_zero_and_one_programs_make(mesh24):
+    same(dt.jit(lambda: jnp.arange(8) * 2, mesh=mesh24)(), jnp.arange(8) * 2)
+    same(dt.jit(lambda x: x + 1, mesh=mesh24)(2.0), 3.0)
+    same(dt.jit(lambda x: x, mesh=mesh24)(normal(0, 4)), normal(0, 4))
