@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 import linecache
 import math
 import os
@@ -21,8 +22,10 @@ from jax.interpreters import partial_eval
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-for _frames_of in (source_info_util, traceback_util):
-    _frames_of.register_exclusion(HERE)
+# our own frames are nobody's program, those of the demo are
+for _own in (*glob.glob(os.path.join(HERE, "*.py")), *glob.glob(os.path.join(HERE, "*_rules"))):
+    for _frames_of in (source_info_util, traceback_util):
+        _frames_of.register_exclusion(_own)
 
 Literal = core.Literal
 Tracer = jax_core.Tracer

@@ -10,13 +10,15 @@ redistribution that serves several uses is paid once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dtorchjax import cost
+from dtorchjax import cost, report
+from dtorchjax.errors import size_text
 from dtorchjax.graph import Graph, Loop, Node, Scope, Value
 from dtorchjax.notation import PlacementSignature, Row
 from dtorchjax.placements import Joint, Partial, R, Replicate, Shard, divides, joint
@@ -305,10 +307,13 @@ class Collective:
     kind: str
     axes: tuple[str, ...]
     bytes: float
-    times: float
+    times: int
     primitive: str
     where: str
     why: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
 
 
 class Plan:
@@ -350,7 +355,7 @@ class Plan:
                     have.append(move.target)
         return found
 
-    @property
+    @functools.cached_property
     def collectives(self) -> list[Collective]:
         """All collectives in program order; of a cond, those of the costliest branch."""
         return self._collectives(self.graph.top)
@@ -389,11 +394,31 @@ class Plan:
                 kind=move.kind,
                 axes=tuple(names[a] for a in move.axes),
                 bytes=self.tables[value].sent(move, self.sizes),
-                times=value.scope.times,
+                times=int(value.scope.times),
                 primitive=what,
                 where=str(place) if place else "",
                 why=why,
             )
+
+    def table(self) -> str:
+        """The plan as text: every collective, who needs it where, totals."""
+        return report.table_text(self)
+
+    def to_json(self) -> str:
+        """The collectives and totals as JSON text."""
+        return report.to_json(self)
+
+    def _repr_html_(self) -> str:
+        return report.to_html(self)
+
+    def __repr__(self) -> str:
+        sent = size_text(self.bytes_per_device)
+        return f"Plan({len(self.collectives)} collectives, {sent} per device)"
+
+    @functools.cached_property
+    def memory_per_device(self) -> int:
+        """Bytes of arrays live at once on one device, before XLA fuses anything."""
+        return report.peak_memory(self)
 
     @property
     def bytes_per_device(self) -> float:

@@ -17,6 +17,7 @@ FLOORS = {
         "dtorchjax/plan.py",
         "dtorchjax/solver.py",
         "dtorchjax/higher_order.py",
+        "dtorchjax/report.py",
         "dtorchjax/strict.py",
     ],
     5: ["dtorchjax/lower.py"],
