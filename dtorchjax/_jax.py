@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import glob
 import linecache
@@ -249,6 +250,27 @@ def _where(traceback: Any) -> Where | None:
         if not os.path.realpath(frame.file_name).startswith(_LIBRARIES):
             return place
     return first
+
+
+def is_library_program(jaxpr: Any) -> bool:
+    """True if the traced function of an inner program lies in an installed library."""
+    source = getattr(jaxpr.debug_info, "func_src_info", None) or ""
+    return os.path.realpath(source.rpartition(" at ")[2]).startswith(_LIBRARIES)
+
+
+@functools.lru_cache(maxsize=256)
+def imported_names(file: str) -> frozenset[str]:
+    """The names that a file's import statements bind anywhere in it."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return frozenset()
+    return frozenset(
+        (alias.asname or alias.name).split(".")[0]
+        for statement in ast.walk(tree)
+        if isinstance(statement, ast.Import | ast.ImportFrom)
+        for alias in statement.names
+    )
 
 
 def where(eqn: Any) -> Where | None:

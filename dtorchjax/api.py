@@ -192,11 +192,11 @@ class Jitted:
 
     def _finish(
         self, closed: Any, mesh: Mesh, arrive: list[Layout], wanted: list[Layout],
-        out_wanted: tuple[list[Layout | None], list[bool]], out_tree: Any, paths: list[str],
-        n_args: int, leaves: list[Any], tree: Any,
+        out_wanted: tuple[list[Layout | None], list[bool], list[str]], out_tree: Any,
+        paths: list[str], n_args: int, leaves: list[Any], tree: Any,
     ) -> Program:  # fmt: skip
         closed = _jax.without_dead_code(closed)
-        out_layouts, out_asked = out_wanted
+        out_layouts, out_asked, out_labels = out_wanted
         graph = build(
             closed,
             mesh,
@@ -204,6 +204,7 @@ class Jitted:
             [w.joint for w in wanted],
             [w.joint if w else None for w in out_layouts],
             out_asked,
+            out_labels,
             functools.partial(_constant_layout, mesh),
             asked_placements(mesh),
             paths,
@@ -249,22 +250,26 @@ class Jitted:
 
     def _out_layouts(
         self, out_shape: Any, out_leaves: list[Any], args: tuple, wanted: list[Layout], mesh: Mesh
-    ) -> tuple[list[Layout | None], list[bool]]:
+    ) -> tuple[list[Layout | None], list[bool], list[str]]:
         prefix = self.options["out_placements"]
         said = spread_prefix(prefix, out_shape, is_dtensor, "result")
         if any(p is None for p in said):
             like = _like_arguments(out_shape, args, wanted)
         else:
-            like = [None] * len(said)
+            like = [(None, "")] * len(said)
         found: list[Layout | None] = []
-        for p, same, leaf in zip(said, like, out_leaves, strict=True):
+        for p, (same, _), leaf in zip(said, like, out_leaves, strict=True):
             if p is not None:
                 found.append(to_layout(p, mesh, leaf.shape, "result"))
             elif same is not None:
                 found.append(same)
             else:
                 found.append(None if leaf.shape else to_layout("R", mesh, ()))
-        return found, [p is not None for p in said]
+        labels = [
+            "the result" if p is not None or same is None else f"the result (placed like {name})"
+            for p, (same, name) in zip(said, like, strict=True)
+        ]
+        return found, [p is not None for p in said], labels
 
     # ---- what users call
 
@@ -393,24 +398,30 @@ def _constant_layout(mesh: Mesh, x: Any) -> Any:
     return (layout or to_layout("R", mesh, _shape(x))).joint
 
 
-def _like_arguments(result: Any, args: tuple, wanted: list[Layout]) -> list[Layout | None]:
-    """A subtree of the result with an argument's structure and shapes takes its layouts."""
+def _like_arguments(
+    result: Any, args: tuple, wanted: list[Layout]
+) -> list[tuple[Layout | None, str]]:
+    """A subtree of the result with an argument's structure and shapes takes its layouts.
+
+    Per leaf of the result: the layout, None if there is no such argument, and the argument's name.
+    """
     dynamic, named = args
     known = []
     rest = iter(wanted)
-    for argument in [*dynamic, *(named[k] for k in sorted(named))]:
+    arguments = [(f"args[{i}]", a) for i, a in enumerate(dynamic)]
+    for name, argument in [*arguments, *((k, named[k]) for k in sorted(named))]:
         leaves, structure = jax.tree.flatten(argument, is_leaf=is_dtensor)
         layouts = [next(rest) for _ in leaves]
-        known.append((structure, [(_shape(x), _dtype(x)) for x in leaves], layouts))
+        known.append((structure, [(_shape(x), _dtype(x)) for x in leaves], layouts, name))
 
-    def find(tree: Any) -> list[Layout | None]:
+    def find(tree: Any) -> list[tuple[Layout | None, str]]:
         leaves, structure = jax.tree.flatten(tree)
         shapes = [(tuple(x.shape), x.dtype) for x in leaves]
-        for other, there, layouts in known:
+        for other, there, layouts, name in known:
             if structure == other and shapes == there:
-                return [None if w.joint.partial_axes() else w for w in layouts]
+                return [(None if w.joint.partial_axes() else w, name) for w in layouts]
         if jax.tree_util.all_leaves([tree]):
-            return [None] * len(leaves)
+            return [(None, "")] * len(leaves)
         children = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)[0]
         return [w for child in children for w in find(child)]
 

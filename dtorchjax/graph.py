@@ -120,6 +120,7 @@ class _Builder:
         self.constant_values: list[Any] = []
         self.top = Scope()
         self.constant_of: dict[int, Value] = {}
+        self.place: _jax.Where | None = None  # the user's line, inside a library's function
 
     def node(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **kw: Any) -> Node:
         scope = outputs[0].scope if outputs else inputs[0].scope
@@ -164,6 +165,9 @@ class _Builder:
             env.update(zip(eqn.outvars, self.equation(eqn, operands, scope), strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
+    def where(self, eqn: Any) -> _jax.Where | None:
+        return self.place or _jax.where(eqn)
+
     def equation(self, eqn: Any, operands: list[Value], scope: Scope) -> list[Value]:
         name = eqn.primitive.name
         inner = _jax.inner_program(eqn)
@@ -171,7 +175,13 @@ class _Builder:
             if _jax.recomputes(eqn):
                 operands = self.barrier(operands, scope)
             jaxpr, constants = inner
-            return self.run(jaxpr, self.close(constants, jaxpr, scope), operands, scope)
+            outer = self.place
+            if outer is None and _jax.is_library_program(jaxpr):
+                # its own lines are of no use, and those of its first caller if jax has cached it
+                self.place = _jax.where(eqn)
+            results = self.run(jaxpr, self.close(constants, jaxpr, scope), operands, scope)
+            self.place = outer
+            return results
         if name == "scan":
             return self.scan(eqn, operands, scope)
         if name == "while":
@@ -182,7 +192,7 @@ class _Builder:
             asked = self.annotations[name](eqn.params, operands[0].aval.shape)
             result = Value(eqn.outvars[0].aval, scope)
             port = self.node(
-                "port", operands, [result], fixed=asked.joint, name=name, where=_jax.where(eqn),
+                "port", operands, [result], fixed=asked.joint, name=name, where=self.where(eqn),
                 asked=True,
             )  # fmt: skip
             scope.steps.append(port)
@@ -190,11 +200,11 @@ class _Builder:
         if name == "optimization_barrier":
             return self.barrier(operands, scope)
         if name not in RULES:
-            raise located(missing_rule(name), _jax.where(eqn))
+            raise located(missing_rule(name), self.where(eqn))
         results = [Value(var.aval, scope) for var in eqn.outvars]
         node = self.node(
             "equation", operands, results, name=name, eqn=eqn, params=_jax.clean_params(eqn),
-            where=_jax.where(eqn),
+            where=self.where(eqn),
         )  # fmt: skip
         scope.steps.append(node)
         return results
@@ -220,7 +230,7 @@ class _Builder:
 
     def scan(self, eqn: Any, operands: list[Value], scope: Scope) -> list[Value]:
         parts = _jax.scan_parts(eqn)
-        place = _jax.where(eqn)
+        place = self.where(eqn)
         body = Scope(scope.weight * parts.length, scope.times * parts.length)
         closed = self.close(parts.constants, parts.body, scope)
         nc, nk = parts.n_consts, parts.n_carries
@@ -249,7 +259,7 @@ class _Builder:
         return after
 
     def while_loop(self, eqn: Any, operands: list[Value], scope: Scope) -> list[Value]:
-        p, place = eqn.params, _jax.where(eqn)
+        p, place = eqn.params, self.where(eqn)
         test, test_constants = _jax.open_jaxpr(p["cond_jaxpr"])
         body, body_constants = _jax.open_jaxpr(p["body_jaxpr"])
         nt, nb = p["cond_nconsts"], p["body_nconsts"]
@@ -290,7 +300,7 @@ class _Builder:
         return after
 
     def cond(self, eqn: Any, operands: list[Value], scope: Scope) -> list[Value]:
-        place = _jax.where(eqn)
+        place = self.where(eqn)
         branches = [_jax.open_jaxpr(b) for b in eqn.params["branches"]]
         scopes = [Scope(scope.weight / len(branches), scope.times) for _ in branches]
         index = self.node(
@@ -331,6 +341,7 @@ def build(
     wanted: Sequence[Joint],
     out_layouts: Sequence[Joint | None],
     out_asked: Sequence[bool],
+    out_labels: Sequence[str],
     constant_layout: Callable[[Any], Joint],
     annotations: dict[str, Callable[[dict, Sequence[int]], Layout]],
     in_labels: Sequence[str],
@@ -363,9 +374,9 @@ def build(
     results = builder.run(jaxpr, constants, values, builder.top)
     outputs = [
         builder.node(
-            "output", [v], [], fixed=where, partial_allowed=False, label="the result", asked=asked
+            "output", [v], [], fixed=where, partial_allowed=False, label=label, asked=asked
         )
-        for v, where, asked in zip(results, out_layouts, out_asked, strict=True)
+        for v, where, asked, label in zip(results, out_layouts, out_asked, out_labels, strict=True)
     ]
     for node, x in zip(builder.constants, builder.constant_values, strict=True):
         node.fixed = constant_layout(x)

@@ -144,23 +144,28 @@ def rule(names: str, **kinds: Any) -> Callable[[Callable], Callable]:
 
 def elementwise(names: str, **kinds: Any) -> None:
     """Primitives whose results have their operands' dims; an operand may have size 1 or none."""
+    place = _caller()
 
     def sentence(*operands: Dims, out: Sequence[Dims], **_: Any) -> str:
-        result = Dims((f"d{d}" for d in range(len(out[0]))), out[0].shape)
-        words = [
-            "-"
-            if len(x) == 0
-            else " ".join(
-                "1" if size == 1 and full != 1 else factor
-                for factor, size, full in zip(result, x.shape, result.shape, strict=True)
-            )
-            for x in operands
-        ]
-        return f"{', '.join(words)} -> {', '.join([str(result)] * len(out))}"
+        return elementwise_sentence(operands, out)
 
-    place = _caller()
     for name in names.split():
         _declare(name, Rule(name, sentence, place=place, **kinds))
+
+
+def elementwise_sentence(operands: Sequence[Dims], out: Sequence[Dims]) -> str:
+    """The sentence of an elementwise primitive, for rules that add rows to it."""
+    result = Dims((f"d{d}" for d in range(len(out[0]))), out[0].shape)
+    words = [
+        "-"
+        if len(x) == 0
+        else " ".join(
+            "1" if size == 1 and full != 1 else factor
+            for factor, size, full in zip(result, x.shape, result.shape, strict=True)
+        )
+        for x in operands
+    ]
+    return f"{', '.join(words)} -> {', '.join([str(result)] * len(out))}"
 
 
 def local(names: str) -> Callable[[LocalProgram], LocalProgram]:

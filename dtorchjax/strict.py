@@ -11,6 +11,7 @@ import ast
 from collections.abc import Iterable, Sequence
 
 from dtorchjax import _jax
+from dtorchjax.cost import IMPOSSIBLE
 from dtorchjax.errors import PlacementMismatchError, Remedy, size_text
 from dtorchjax.graph import Node, Value
 from dtorchjax.notation import PlacementSignature, Row
@@ -76,25 +77,27 @@ class _Report:
         self.names = mesh.axis_names  # type: ignore[attr-defined]
         self.mesh = mesh
         self.have = [found.placements(v)[0] for v in node.inputs if v.producer in found.rows]
-        self.axis = self._failing_axis()
+        self.axes = self._failing_axes()
+        self.axis = self.axes[0] if self.axes else None
 
-    def _failing_axis(self) -> int | None:
+    def _failing_axes(self) -> list[int]:
         if self.node.kind != "equation":
             wanted = self.labels.of[self.node][0].inputs
-            for axis in range(len(self.names)):
-                if any(
-                    not _fits(h.placements[axis], w.placements[axis])
-                    for h, w in zip(self.have, wanted)
-                ):
-                    return axis
-            return None
+            return [
+                axis
+                for axis in range(len(self.names))
+                if not all(
+                    _fits(h.placements[axis], w.placements[axis]) for h, w in zip(self.have, wanted)
+                )
+            ]
         rows = signature(self.node).rows
         zeros = [is_zero(v) for v in self.node.inputs]
+        failing = []
         for axis in range(len(self.names)):
             given = [j.placements[axis] for j in self.have]
             if not any(all(map(_fits, given, row.inputs, zeros)) for row in rows):
-                return axis
-        return None
+                failing.append(axis)
+        return failing
 
     def error(self) -> PlacementMismatchError:
         node, where = self.node, self.node.where
@@ -168,20 +171,21 @@ class _Report:
             paths = self.labels.table(value)
             have = self.found.placements(value)[0]
             for target in paths.states:
+                changed = [
+                    a for a, (p, q) in enumerate(zip(target.placements, have.placements)) if p != q
+                ]
                 if (
-                    target == have
-                    or target.order != tuple(range(len(self.names)))
-                    or any(
-                        p != q
-                        for a, (p, q) in enumerate(zip(target.placements, have.placements))
-                        if a != self.axis
-                    )
+                    not changed
+                    or not set(changed) <= set(self.axes)
+                    or any(isinstance(target.placements[a], Partial) for a in changed)
+                    or target.order != tuple(range(len(self.names)))  # a dict cannot say it
                 ):
                     continue
-                if isinstance(target.placements[self.axis], Partial):
-                    continue
                 result = self._try(region, {value: [target]})
-                if result is None or paths.cost[paths.index[have], paths.index[target]] > 1e14:
+                if (
+                    result is None
+                    or paths.cost[paths.index[have], paths.index[target]] >= IMPOSSIBLE / 2
+                ):
                     continue
                 moves = paths.path(have, target)
                 sent = sum(paths.sent(m, self.labels.sizes) for m in moves)
@@ -260,20 +264,20 @@ def _argument_texts(where: _jax.Where | None, count: int, kind: str) -> list[str
         return unknown
     if isinstance(tree, ast.Call):
         parts = [*tree.args, *(k.value for k in tree.keywords)]
-        if isinstance(tree.func, ast.Attribute):
-            receiver = [tree.func.value]
-        else:
-            receiver = []
+        root = tree.func
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        assert where is not None
+        module = isinstance(root, ast.Name) and root.id in _jax.imported_names(where.file)
+        if isinstance(tree.func, ast.Attribute) and not module:
+            parts = [tree.func.value, *parts]  # a method
     elif isinstance(tree, ast.BinOp):
-        parts, receiver = [tree.left, tree.right], []
+        parts = [tree.left, tree.right]
     elif isinstance(tree, ast.Compare):
-        parts, receiver = [tree.left, *tree.comparators], []
+        parts = [tree.left, *tree.comparators]
     elif isinstance(tree, ast.UnaryOp):
-        parts, receiver = [tree.operand], []
+        parts = [tree.operand]
     else:
         return unknown
     texts = list(dict.fromkeys(ast.unparse(p) for p in parts if not isinstance(p, ast.Constant)))
-    if len(texts) >= count:
-        return texts[:count]
-    with_receiver = [ast.unparse(p) for p in receiver] + texts
-    return with_receiver if len(with_receiver) == count else unknown
+    return texts[:count] if len(texts) >= count else unknown

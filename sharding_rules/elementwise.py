@@ -2,34 +2,107 @@
 
 from __future__ import annotations
 
-from dtorchjax.registry import elementwise
+from dtorchjax.registry import elementwise, elementwise_sentence, rule
 
 
 def inexact(in_avals, out_avals, params) -> bool:
     """Integer division rounds, so it is not linear."""
-    return all(a.dtype.kind not in "iub" for a in out_avals)
+    return not any(is_integer(a.dtype) for a in out_avals)
 
 
-def keeps_fractions(in_avals, out_avals, params) -> bool:
-    """A cast from float to integer rounds each term; to a truth value it is not linear at all."""
-    source, target = in_avals[0].dtype, out_avals[0].dtype
-    return target.name != "bool" and not (source.kind not in "iub" and target.kind in "iu")
+def is_integer(dtype) -> bool:
+    return dtype.kind in "iu" or dtype.name.startswith(("int", "uint"))
 
 
 elementwise(
-    """abs acos acosh and asin asinh atan atan2 atanh clamp clz cos cosh digamma eq erf_inv erfc
-    ge gt integer_pow is_finite le lgamma lt ne nextafter not one_minus_square or
-    population_count pow random_fold_in random_seed reduce_precision rem rsqrt shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh square tan xor"""
+    """abs acos acosh asin atan2 atanh bessel_i0e bessel_i1e clz cos cosh digamma eq erf_inv erfc ge
+    gt igamma igamma_grad_a igammac integer_pow is_finite le lgamma log log1p log2 lt mulhi ne
+    nextafter one_minus_square polygamma population_count pow reduce_precision
+    regularized_incomplete_beta rem rsqrt shift_left shift_right_arithmetic shift_right_logical sin
+    sqrt square tan xor zeta"""
 )
-# increasing functions: the max of the terms passes
-elementwise("cbrt ceil erf exp exp2 expm1 floor log log1p logistic round sqrt tanh", monotone=True)
-elementwise("max min", monotone=True)
-elementwise("neg real imag", linear="0")
-elementwise("copy copy_p name stop_gradient", linear="0", moves=True)
-elementwise("add add_any sub", linear="jointly")
+# Increasing functions: the largest of the terms stays the largest. log, log1p and sqrt are not
+# among them, as a smaller term may lie where they are nan, and nan wins.
+elementwise("asinh atan cbrt ceil erf exp exp2 expm1 floor logistic round sinh tanh", monotone=True)
+elementwise("conj imag neg real", linear="0")
+elementwise("copy name stop_gradient", linear="0", moves=True)
+elementwise("add add_any complex sub", linear="jointly")
 elementwise("mul", linear="each")
 elementwise("div", linear="0", when=inexact)
-elementwise("convert_element_type", linear="0", monotone=True, when=keeps_fractions)
 elementwise("select_n", linear="1:")
-elementwise("bitcast_convert_type")
+
+
+@rule("sign", monotone=True, when=lambda ins, outs, params: ins[0].dtype.kind != "c")
+def _(x, *, out, **_):
+    """The sign of a complex number is a direction"""
+    return elementwise_sentence([x], out)
+
+
+def lattice(name: str, kind: str, **kinds) -> None:
+    """`max` and its like: the reduction itself also takes terms in both operands at once."""
+
+    @rule(name, monotone=True, **kinds)
+    def _(x, y, *, out, **_):
+        of_bits = name in ("and", "or") and is_integer(x.dtype)
+        rows = [] if of_bits else [f"P({kind}), P({kind}) -> P({kind})"]
+        return elementwise_sentence([x, y], out), rows
+
+
+def logical(in_avals, out_avals, params) -> bool:
+    """On truth values `or` is max and `and` is min; on integers they work on bits."""
+    return in_avals[0].dtype.name == "bool"
+
+
+lattice("max", "max")
+lattice("min", "min")
+lattice("or", "max", when=logical)
+lattice("and", "min", when=logical)
+
+
+@rule("not")
+def _(x, *, out, **_):
+    """d -> d, and decreasing"""
+    return elementwise_sentence([x], out), ["P(max) -> P(min)", "P(min) -> P(max)"]
+
+
+@rule("clamp")
+def _(low, x, high, *, out, **_):
+    """-, d, - -> d, and increasing in x"""
+    rows = ["R, P(max), R -> P(max)", "R, P(min), R -> P(min)"]
+    return elementwise_sentence([low, x, high], out), rows
+
+
+@rule("convert_element_type")
+def _(x, *, out, new_dtype, **_):
+    """d -> d: a sum passes where no term is cut, a max where the order stays
+
+    An integer of less than 32 bits wraps around where its terms add up; once widened it would not.
+    """
+    source, rows = x.dtype, []
+    exact = not is_integer(new_dtype) and new_dtype.name != "bool"
+    if is_integer(source):
+        wide = source.itemsize >= 4
+        keeps_sum = (
+            wide if exact else is_integer(new_dtype) and new_dtype.itemsize <= source.itemsize
+        )
+        signed = source.kind == "i" and new_dtype.kind != "i"
+        keeps_order = exact or (new_dtype.itemsize > source.itemsize and not signed)
+    elif source.name == "bool":
+        keeps_sum, keeps_order = False, True
+    else:
+        keeps_sum, keeps_order = exact, new_dtype.name != "bool"
+    if keeps_sum:
+        rows += ["P -> P"]
+    if keeps_order and source.kind != "c" and new_dtype.kind != "c":
+        rows += ["P(max) -> P(max)", "P(min) -> P(min)"]
+    return elementwise_sentence([x], out), rows
+
+
+@rule("bitcast_convert_type")
+def _(x, *, out, **_):
+    """d -> d, or d -> d word! and back where the widths differ"""
+    longer = max(x, out[0], key=len)
+    names = [*longer][: min(len(x), len(out[0]))]
+    word = [f"{f}!" for f in [*longer][len(names) :]]
+    left, right = (" ".join([*names, *(word if len(d) > len(names) else [])]) for d in (x, out[0]))
+    return f"{left or '-'} -> {right or '-'}"

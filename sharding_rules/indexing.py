@@ -1,4 +1,4 @@
-"""gather and scatter-add: a lookup in a table whose rows are sharded masks what is not its own."""
+"""gather and scatters: a lookup in a table whose rows are sharded masks what is not its own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,26 @@ from jax import numpy as jnp
 
 from dtorchjax.registry import local, rule
 
+FILL, CLIP = lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.CLIP
+
 
 def batch_factors(indices, batching, partner):
     """The factors of the index array but its last dim, batching dims named as the operand's."""
     return indices.whole(len(indices) - 1).shared(list(batching), partner)
+
+
+def window_dims(rank, *without):
+    gone = {d for group in without for d in group}
+    return [d for d in range(rank) if d not in gone]
+
+
+def wide(indices):
+    """Indices that can hold any position in a table and negative offsets from it."""
+    if indices.dtype.itemsize > 4 or indices.dtype == jnp.int32:
+        return indices
+    if indices.dtype == jnp.uint32:
+        indices = jnp.minimum(indices, jnp.uint32(jnp.iinfo(jnp.int32).max))
+    return indices.astype(jnp.int32)
 
 
 @rule("gather", linear="0")
@@ -18,11 +34,7 @@ def _(table, indices, *, dimension_numbers, slice_sizes, out, **_):
     """v d, b 1! -> b d: sharding v leaves a sum of masked lookups"""
     n = dimension_numbers
     indices = batch_factors(indices, n.start_indices_batching_dims, table[n.operand_batching_dims])
-    windows = [
-        d
-        for d in range(len(table))
-        if d not in n.collapsed_slice_dims and d not in n.operand_batching_dims
-    ]
+    windows = window_dims(len(table), n.collapsed_slice_dims, n.operand_batching_dims)
     result = [""] * len(out[0])
     for d, o in zip(windows, n.offset_dims, strict=True):
         whole = d in n.start_index_map or slice_sizes[d] != table.shape[d]
@@ -36,97 +48,120 @@ def _(table, indices, *, dimension_numbers, slice_sizes, out, **_):
 
 @local("gather")
 def _(call, table, indices):
-    n, mode = call.params["dimension_numbers"], call.params["mode"]
-    full, part = call.in_avals[0].shape, table.shape
-    windows = [
-        d
-        for d in range(len(full))
-        if d not in n.collapsed_slice_dims and d not in n.operand_batching_dims
-    ]
+    n, mode, full = call.params["dimension_numbers"], call.params["mode"], call.in_avals[0].shape
+    where = call.inputs[0]
+    windows = window_dims(len(full), n.collapsed_slice_dims, n.operand_batching_dims)
     sizes = tuple(
-        part[d] if d in windows and s == full[d] else s
+        table.shape[d] if d in windows and s == full[d] else s
         for d, s in enumerate(call.params["slice_sizes"])
     )
-    mine = outside = None
+    sharded = [d for d in n.start_index_map if where.axes_on(d) and d in n.collapsed_slice_dims]
+    holders = tuple(a for d in sharded for a in where.axes_on(d)) + where.partial_axes()
+    if not sharded and not (mode == FILL and holders):
+        return call.bind(table, indices, slice_sizes=sizes)
+    indices = wide(indices)
+    mine = jnp.ones(indices.shape[:-1], bool)
+    outside = jnp.zeros(indices.shape[:-1], bool)
+    columns = []
     for column, d in enumerate(n.start_index_map):
-        shard, parts = call.shard(call.inputs[0], d)
-        if parts == 1 or d not in n.collapsed_slice_dims:
-            continue
-        index = indices[..., column]
-        if mode == lax.GatherScatterMode.FILL_OR_DROP:
-            bad = (index < 0) | (index >= full[d])
-            outside = bad if outside is None else outside | bad
-        index = jnp.clip(index, 0, full[d] - 1) - shard * part[d]
-        here = (index >= 0) & (index < part[d])
-        mine = here if mine is None else mine & here
-        indices = indices.at[..., column].set(jnp.clip(index, 0, part[d] - 1))
-    found = call.bind(table, indices, slice_sizes=sizes)
-    if mine is None:
-        return found
-    spread = lambda mask: jnp.expand_dims(mask, n.offset_dims)  # noqa: E731
-    found = jnp.where(spread(mine), found, jnp.zeros_like(found))
-    if outside is not None:  # one device of those that hold the table's parts says the fill value
-        owners = [a for d in n.start_index_map for a in call.inputs[0].axes_on(d)]
-        fill = call.params["fill_value"]
-        if fill is None:
-            fill = jnp.nan if jnp.issubdtype(found.dtype, jnp.inexact) else 0
-            if jnp.issubdtype(found.dtype, jnp.signedinteger):
-                fill = jnp.iinfo(found.dtype).min
-            elif jnp.issubdtype(found.dtype, jnp.unsignedinteger):
-                fill = jnp.iinfo(found.dtype).max
-        value = jnp.where(call.position(tuple(owners)) == 0, jnp.asarray(fill, found.dtype), 0)
-        found = jnp.where(spread(outside), value.astype(found.dtype), found)
-    return found
+        index, last = indices[..., column], full[d] - call.params["slice_sizes"][d]
+        outside |= (index < 0) | (index > last)
+        index = jnp.clip(index, 0, last)
+        if d in sharded:
+            shard, _ = call.shard(where, d)
+            index = index - shard * table.shape[d]
+            mine &= (index >= 0) & (index < table.shape[d])
+            index = jnp.clip(index, 0, table.shape[d] - 1)
+        columns.append(index)
+    found = call.bind(
+        table, jnp.stack(columns, -1), slice_sizes=sizes, mode=CLIP,
+        indices_are_sorted=False, unique_indices=False,
+    )  # fmt: skip
+
+    def spread(mask):
+        return jnp.expand_dims(mask, n.offset_dims)
+
+    if mode == FILL:
+        # the fill value counts once: on one of the devices whose results add up
+        fill = jnp.where(call.position(holders) == 0, fill_value(call, found.dtype), 0)
+        found = jnp.where(spread(outside), fill.astype(found.dtype), found)
+        mine |= outside
+    return jnp.where(spread(mine), found, jnp.zeros_like(found))
 
 
-@rule("scatter-add", linear="0 2")
-def _(table, indices, updates, *, dimension_numbers, **_):
-    """v d, b 1!, b d -> v d: rows outside a device's part are dropped there
-
-    Sharding b leaves a partial sum, so the table that is added to must be one as well.
-    """
-    n = dimension_numbers
-    indices = batch_factors(
-        indices, n.scatter_indices_batching_dims, table[n.operand_batching_dims]
-    )
-    windows = [
-        d
-        for d in range(len(table))
-        if d not in n.inserted_window_dims and d not in n.operand_batching_dims
-    ]
-    update = [""] * len(updates)
-    for d, u in zip(windows, n.update_window_dims, strict=True):
-        whole = d in n.scatter_dims_to_operand_dims or updates.shape[u] != table.shape[d]
-        update[u] = f"window{d}!" if whole else table.factors[d]
-        table = table.whole(d) if whole else table
-    rest = iter(range(len(indices) - 1))
-    where = {u: next(rest) for u, factor in enumerate(update) if not factor}
-    update = [factor or indices.factors[where[u]] for u, factor in enumerate(update)]
-    batching = set(n.scatter_indices_batching_dims)
-    sums = [f"P, S{i}, S{u} -> P" for u, i in where.items() if i not in batching]
-    loose = [f"i{i}!" if i not in batching else f for i, f in enumerate(indices.factors[:-1])]
-    renamed = dict(zip(indices.factors[:-1], loose, strict=True))
-    update = [renamed.get(f, f) for f in update]
-    fixed = [d for d in n.inserted_window_dims if d not in n.scatter_dims_to_operand_dims]
-    table = table.whole(*fixed)
-    text = (
-        f"{table}, {' '.join([*loose, indices.factors[-1]])}, {' '.join(update) or '-'} -> {table}"
-    )
-    return text, sums
+def fill_value(call, dtype):
+    """What a lookup outside the table gives, as jax.lax.gather documents it."""
+    value = call.params["fill_value"]
+    if value is None and jnp.issubdtype(dtype, jnp.inexact):
+        value = jnp.nan
+    elif value is None and jnp.issubdtype(dtype, jnp.integer):
+        bounds = jnp.iinfo(dtype)
+        value = bounds.min if jnp.issubdtype(dtype, jnp.signedinteger) else bounds.max
+    return jnp.asarray(True if value is None else value, dtype)
 
 
-@local("scatter-add")
-def _(call, table, indices, updates):
-    n, mode = call.params["dimension_numbers"], call.params["mode"]
-    for column, d in enumerate(n.scatter_dims_to_operand_dims):
-        shard, parts = call.shard(call.inputs[0], d)
-        if parts == 1:
-            continue
-        index, full, part = indices[..., column], call.in_avals[0].shape[d], table.shape[d]
-        if mode == lax.GatherScatterMode.CLIP:
-            index = jnp.clip(index, 0, full - 1)
-        index = index - shard * part
-        index = jnp.where((index >= 0) & (index < part), index, part)  # past the end: dropped
-        indices = indices.at[..., column].set(index)
-        mode = lax.GatherScatterMode.FILL_OR_DROP
-    return call.bind(table, indices, updates, mode=mode)
+def scatter(names: str, linear: str | None = None, adds: bool = False) -> None:
+    @rule(names, linear=linear)
+    def _(table, indices, updates, *, dimension_numbers, **_):
+        """v d, b! 1!, b! d -> v d: rows outside a device's part are dropped there
+
+        Where updates are added, sharding b leaves a partial sum, so the table that they are added
+        to must be one as well.
+        """
+        n = dimension_numbers
+        indices = batch_factors(
+            indices, n.scatter_indices_batching_dims, table[n.operand_batching_dims]
+        )
+        windows = window_dims(len(table), n.inserted_window_dims, n.operand_batching_dims)
+        update = [""] * len(updates)
+        for d, u in zip(windows, n.update_window_dims, strict=True):
+            whole = d in n.scatter_dims_to_operand_dims or updates.shape[u] != table.shape[d]
+            update[u] = f"window{d}!" if whole else table.factors[d]
+            table = table.whole(d) if whole else table
+        loops = [u for u, factor in enumerate(update) if not factor]
+        batching = set(n.scatter_indices_batching_dims)
+        sums = [f"P, S{i}, S{u} -> P" for i, u in enumerate(loops) if i not in batching]
+        factors = [f if i in batching else f"{f}!" for i, f in enumerate(indices.factors[:-1])]
+        for i, u in enumerate(loops):
+            update[u] = factors[i]
+        fixed = [d for d in n.inserted_window_dims if d not in n.scatter_dims_to_operand_dims]
+        table = table.whole(*fixed)
+        where = " ".join([*factors, indices.factors[-1]])
+        return f"{table}, {where}, {' '.join(update) or '-'} -> {table}", sums if adds else []
+
+    @local(names)
+    def _(call, table, indices, updates):
+        n, mode, full = (
+            call.params["dimension_numbers"],
+            call.params["mode"],
+            call.in_avals[0].shape,
+        )
+        where = call.inputs[0]
+        if not any(where.axes_on(d) for d in n.scatter_dims_to_operand_dims):
+            return call.bind(table, indices, updates)
+        indices = wide(indices)
+        windows = window_dims(len(full), n.inserted_window_dims, n.operand_batching_dims)
+        extent = dict.fromkeys(range(len(full)), 1)
+        extent |= {
+            d: call.in_avals[2].shape[u] for d, u in zip(windows, n.update_window_dims, strict=True)
+        }
+        columns = []
+        for column, d in enumerate(n.scatter_dims_to_operand_dims):
+            index = indices[..., column]
+            if mode == CLIP:
+                index = jnp.clip(index, 0, full[d] - extent[d])
+            if where.axes_on(d):
+                shard, part = call.shard(where, d)[0], table.shape[d]
+                index = index - shard * part
+                index = jnp.where((index >= 0) & (index < part), index, part)  # dropped
+            columns.append(index)
+        return call.bind(
+            table, jnp.stack(columns, -1), updates, mode=FILL,
+            indices_are_sorted=False, unique_indices=False,
+        )  # fmt: skip
+
+
+scatter("scatter-add scatter-sub", linear="0 2", adds=True)
+scatter("scatter", linear="0 2")
+scatter("scatter-mul", linear="0")
+scatter("scatter-max scatter-min")

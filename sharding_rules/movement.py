@@ -56,8 +56,12 @@ def _(*, out, **_):
 @local("iota")
 def _(call):
     dim, shape = call.params["dimension"], call.out_shape()
-    index, _ = call.shard(call.outputs[0], dim)
-    return call.bind(shape=shape) + jnp.asarray(index * shape[dim], call.out_avals[0].dtype)
+    index, parts = call.shard(call.outputs[0], dim)
+    if parts == 1:
+        return call.bind(shape=shape)
+    # counted in integers: a small type would round its counts and the offset, one after the other
+    count = call.bind(shape=shape, dtype=jnp.dtype(jnp.int32)) + index * shape[dim]
+    return count.astype(call.out_avals[0].dtype)
 
 
 @rule("reshape", **moves)
@@ -66,6 +70,8 @@ def _(x, *, new_sizes, **_):
 
     Equal parts of the leading dims are then the same stretch of elements on both sides.
     """
+    if 0 in x.shape:
+        return f"{x.whole(*range(len(x)))} -> {' '.join(f'b{d}!' for d in range(len(new_sizes)))}"
     left, right = [], []
     for number, (source, target) in enumerate(reshape_groups(x.shape, new_sizes)):
         for side, names, shape in ((source, left, x.shape), (target, right, new_sizes)):
@@ -83,23 +89,23 @@ def reshape_groups(source, target):
     while i < len(source) or j < len(target):
         first = i, j
         left = right = 1
-        while True:
-            if left == right and (i, j) != first and left * right != 0:
-                break
-            if left <= right and i < len(source):
-                left, i = left * source[i], i + 1
-            elif j < len(target):
-                right, j = right * target[j], j + 1
-            elif i < len(source):
+        while left != right or (i, j) == first:
+            if i < len(source) and (left <= right or j == len(target)):
                 left, i = left * source[i], i + 1
             else:
-                break
+                right, j = right * target[j], j + 1
         yield list(range(first[0], i)), list(range(first[1], j))
 
 
 @local("reshape")
 def _(call, x):
     return call.bind(x, new_sizes=call.out_shape())
+
+
+@rule("tile", **moves)
+def _(x, *, reps, **_):
+    repeated = [d for d, count in enumerate(reps) if count != 1]
+    return f"{x.whole(*repeated)} -> {renamed(x, repeated, 'tiled')}"
 
 
 @rule("slice", **moves)

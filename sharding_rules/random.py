@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dtorchjax import _jax
-from dtorchjax.registry import local, rule
+from dtorchjax.registry import elementwise, elementwise_sentence, local, rule
+
+
+def drawn(keys, factors) -> str:
+    """The factors of what is drawn from keys.
+
+    Other generators than threefry may draw for a batch of keys what no single key would give, so
+    everything about them is needed whole.
+    """
+    names = [*keys, *factors]
+    return " ".join(names if _jax.is_threefry(keys.dtype) else (f"{f}!" for f in names))
 
 
 @rule("random_bits")
-def _(keys, *, shape, out, **_):
+def _(keys, *, out, **_):
     """k -> k n: counters come from global indices, so n may be sharded"""
-    result = out[0]
-    drawn = [f if _jax.is_threefry(keys.dtype) else f + "!" for f in result.factors[len(keys) :]]
-    return f"{keys} -> {keys if len(keys) else ''} {' '.join(drawn)}"
+    return f"{drawn(keys, ()) or '-'} -> {drawn(keys, out[0].factors[len(keys) :]) or '-'}"
 
 
 @local("random_bits")
@@ -19,7 +27,7 @@ def _(call, keys):
     where, full = call.outputs[0], call.out_avals[0].shape
     shape = call.out_shape()
     first = len(call.in_avals[0].shape)
-    if all(s == f for s, f in zip(shape[first:], full[first:], strict=True)):
+    if shape[first:] == full[first:]:
         return call.bind(keys)
     starts = [call.shard(where, d)[0] * shape[d] for d in range(first, len(full))]
     return _jax.threefry_bits(keys, call.params["bit_width"], shape[first:], full[first:], starts)
@@ -27,7 +35,21 @@ def _(call, keys):
 
 @rule("random_split")
 def _(keys, *, shape, **_):
-    return f"{keys} -> {keys if len(keys) else ''} {' '.join(f'n{i}!' for i in range(len(shape)))}"
+    """k -> k n!"""
+    every = " ".join(f"n{i}!" for i in range(len(shape)))
+    return f"{drawn(keys, ()) or '-'} -> {drawn(keys, ())} {every}"
+
+
+@rule("random_fold_in")
+def _(keys, data, *, out, **_):
+    """k, k -> k"""
+    if _jax.is_threefry(keys.dtype):
+        return elementwise_sentence([keys, data], out)
+    keys, data = keys.whole(*range(len(keys))), data.whole(*range(len(data)))
+    return f"{keys}, {data} -> {' '.join(f'{f}!' for f in out[0]) or '-'}"
+
+
+elementwise("random_seed")
 
 
 @rule("random_wrap")
@@ -37,6 +59,7 @@ def _(data, **_):
 
 
 @rule("random_unwrap")
-def _(keys, **_):
+def _(keys, *, out, **_):
     """k -> k 2!"""
-    return f"{keys} -> {keys if len(keys) else ''} word!"
+    words = [f"{f}!" for f in out[0].factors[len(keys) :]]
+    return f"{keys} -> {' '.join([*keys, *words])}"

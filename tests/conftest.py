@@ -26,3 +26,9 @@ def mesh8():
     import dtorchjax as dt
 
     return dt.init_device_mesh((8,), ("dp",))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--update-golden", action="store_true", help="write tests/golden/ instead of comparing"
+    )
