@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextvars
 import functools
 import glob
 import linecache
@@ -35,6 +36,14 @@ ShapedArray = jax_core.ShapedArray
 # ---- tracing -----------------------------------------------------------------------------------
 
 
+_in_whole_trace: contextvars.ContextVar[bool] = contextvars.ContextVar("whole", default=False)
+
+
+def in_whole_trace() -> bool:
+    """True while `trace_whole` runs a user's function."""
+    return _in_whole_trace.get()
+
+
 def whole_aval(x: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and weak type of an argument, without its sharding."""
     t = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
@@ -55,6 +64,7 @@ def trace_whole(
     """
     # of a real mesh: a hand-made AbstractMesh lacks the device kind, so equals none
     untyped = mesh_of_type(mesh, AxisType.Auto).abstract_mesh
+    token = _in_whole_trace.set(True)
     try:
         with jax.sharding.use_abstract_mesh(untyped):
             return jax.make_jaxpr(fun, return_shape=True)(*avals)
@@ -67,6 +77,8 @@ def trace_whole(
                 jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(typed, s))
                 for a, s in zip(avals, specs, strict=True)
             ))  # fmt: skip
+    finally:
+        _in_whole_trace.reset(token)
 
 
 def without_dead_code(closed: Any) -> Any:

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from dtorchjax import _jax
-from dtorchjax.annotate import asked_placements
-from dtorchjax.arguments import is_placements, layout_of_sharding, spread_prefix, to_layout
+from dtorchjax.annotate import redistribute
+from dtorchjax.arguments import is_placements, spread_prefix, to_layout
 from dtorchjax.dtensor import DTensor, distribute_tensor, sharding
 from dtorchjax.errors import PlacementError
-from dtorchjax.graph import build
-from dtorchjax.lower import lower, spec, storage_spec
 from dtorchjax.placements import Layout
-from dtorchjax.plan import Infeasible, Plan, make_plan
-from dtorchjax.strict import explain_mismatch
+from dtorchjax.plan import Plan
+from dtorchjax.program import (
+    Program,
+    Wanted,
+    dtype_of,
+    layout_as_it_lies,
+    make_program,
+    shape_of,
+    storage_of,
+    whole_aval,
+)
 
 
 def is_dtensor(x: Any) -> bool:
@@ -46,19 +51,6 @@ def distribute(tree: Any, mesh: Mesh, placements: Any) -> Any:
             for (path, leaf), p in zip(leaves, where, strict=True)
         ],
     )
-
-
-@dataclasses.dataclass(eq=False)
-class Program:
-    """One traced, planned and lowered call signature."""
-
-    plan: Plan
-    run: Callable[..., list[Any]]  # jitted: storages in, storages out
-    in_layouts: list[Layout]
-    constants: list[Any]
-    out_layouts: list[Layout]
-    out_tree: Any
-    traced: Any
 
 
 class Jitted:
@@ -132,7 +124,7 @@ class Jitted:
         dynamic, named, static, numbers = self._split(args, kwargs)
         leaves, tree = jax.tree.flatten((dynamic, named), is_leaf=is_dtensor)
         mesh = self._mesh(leaves)
-        layouts = [_layout(x, mesh) for x in leaves]
+        layouts = [layout_as_it_lies(x, mesh) for x in leaves]
         key = (
             tree, static, mesh, tuple(layouts),
             tuple(_aval_key(x) for x in leaves),
@@ -155,18 +147,18 @@ class Jitted:
                 (dynamic, named), is_leaf=is_dtensor
             )[0]
         ]
+        said = spread_prefix(self._prefix_of(dynamic, numbers), dynamic, is_dtensor, "args")
+        said += [None] * (len(leaves) - len(said))
         asked = [
-            None if p is None else to_layout(p, mesh, _shape(x), what)
-            for p, x, what in zip(
-                self._in_prefix(dynamic, named, numbers), leaves, paths, strict=True
-            )
+            None if p is None else to_layout(p, mesh, shape_of(x), what)
+            for p, x, what in zip(said, leaves, paths, strict=True)
         ]
         arrive = [
-            known or wanted or to_layout("R", mesh, _shape(x))
+            known or wanted or to_layout("R", mesh, shape_of(x))
             for known, wanted, x in zip(layouts, asked, leaves, strict=True)
         ]
         arrive = [
-            w.resolve(_shape(x), what) for w, x, what in zip(arrive, leaves, paths, strict=True)
+            w.resolve(shape_of(x), what) for w, x, what in zip(arrive, leaves, paths, strict=True)
         ]
         wanted = [a or w for a, w in zip(asked, arrive, strict=True)]
         positions = dict(static)
@@ -179,55 +171,17 @@ class Jitted:
             named_static = {n: v for n, v in positions.items() if isinstance(n, str)}
             return self.fun(*full, **keywords, **named_static)
 
-        avals = [_whole(x) for x in leaves]
-        specs = [
-            spec(w.joint, len(a.shape), mesh.axis_names) for w, a in zip(wanted, avals, strict=True)
-        ]
-        closed, out_shape = _jax.trace_whole(flat, mesh, avals, specs)
-        out_leaves, out_tree = jax.tree.flatten(out_shape)
-        out_wanted = self._out_layouts(out_shape, out_leaves, (dynamic, named), wanted, mesh)
-        return self._finish(
-            closed, mesh, arrive, wanted, out_wanted, out_tree, paths, len(dynamic), leaves, tree
-        )
-
-    def _finish(
-        self, closed: Any, mesh: Mesh, arrive: list[Layout], wanted: list[Layout],
-        out_wanted: tuple[list[Layout | None], list[bool], list[str]], out_tree: Any,
-        paths: list[str], n_args: int, leaves: list[Any], tree: Any,
-    ) -> Program:  # fmt: skip
-        closed = _jax.without_dead_code(closed)
-        out_layouts, out_asked, out_labels = out_wanted
-        graph = build(
-            closed,
+        return make_program(
+            flat,
             mesh,
-            [w.joint for w in arrive],
-            [w.joint for w in wanted],
-            [w.joint if w else None for w in out_layouts],
-            out_asked,
-            out_labels,
-            functools.partial(_constant_layout, mesh),
-            asked_placements(mesh),
+            [whole_aval(x) for x in leaves],
+            arrive,
+            wanted,
+            lambda shapes: self._out_layouts(shapes, (dynamic, named), wanted, mesh),
             paths,
+            strict=self.options["redistribute"] == "never",
+            donated=self._donated_leaves(tree, leaves, len(dynamic)),
         )
-        try:
-            plan = make_plan(graph, mesh, strict=self.options["redistribute"] == "never")
-        except Infeasible as infeasible:
-            raise explain_mismatch(infeasible.labels, mesh) from None
-        given = [
-            asked or Layout(mesh, (j := plan.rows[node].inputs[0]).placements, j.order)
-            for asked, node in zip(out_layouts, graph.outputs, strict=True)
-        ]
-        donated = self._donated_leaves(tree, leaves, n_args)
-        names = mesh.axis_names
-        run = jax.jit(lower(plan), donate_argnums=donated)
-        constants = [
-            jax.device_put(
-                _storage(x),
-                NamedSharding(mesh, storage_spec(plan.rows[node].outputs[0], np.ndim(x), names)),
-            )
-            for x, node in zip(graph.constant_values, graph.constants, strict=True)
-        ]
-        return Program(plan, run, arrive, constants, given, out_tree, closed)
 
     def _donated_leaves(self, tree: Any, leaves: list[Any], n_args: int) -> tuple[int, ...]:
         if not self.donated:
@@ -238,53 +192,59 @@ class Jitted:
         chosen = [jax.tree.leaves(a) for i, a in zip(kept, dynamic) if i in self.donated]
         return tuple(sorted(i for group in chosen for i in group))
 
-    def _in_prefix(self, dynamic: tuple, named: dict, numbers: set[int]) -> list[Any]:
+    def _prefix_of(self, dynamic: tuple, numbers: set[int]) -> Any:
+        """The in_placements of the arguments that are not static."""
         prefix = self.options["in_placements"]
-        if not is_placements(prefix) and numbers and isinstance(prefix, list | tuple):
-            if len(prefix) == len(dynamic) + len(numbers):
-                prefix = type(prefix)(p for i, p in enumerate(prefix) if i not in numbers)
-        if not is_placements(prefix) and isinstance(prefix, list | tuple):
-            prefix = tuple(prefix)
-        found = spread_prefix(prefix, dynamic, is_dtensor, "args")
-        return found + [None] * len(jax.tree.leaves(named, is_leaf=is_dtensor))
+        if is_placements(prefix) or not isinstance(prefix, list | tuple):
+            return prefix
+        if numbers and len(prefix) == len(dynamic) + len(numbers):
+            prefix = [p for i, p in enumerate(prefix) if i not in numbers]
+        return tuple(prefix)
 
     def _out_layouts(
-        self, out_shape: Any, out_leaves: list[Any], args: tuple, wanted: list[Layout], mesh: Mesh
-    ) -> tuple[list[Layout | None], list[bool], list[str]]:
-        prefix = self.options["out_placements"]
-        said = spread_prefix(prefix, out_shape, is_dtensor, "result")
-        if any(p is None for p in said):
-            like = _like_arguments(out_shape, args, wanted)
-        else:
-            like = [(None, "")] * len(said)
-        found: list[Layout | None] = []
-        for p, (same, _), leaf in zip(said, like, out_leaves, strict=True):
+        self, shapes: Any, args: tuple, wanted: list[Layout], mesh: Mesh
+    ) -> list[Wanted]:
+        said = spread_prefix(self.options["out_placements"], shapes, is_dtensor, "result")
+        like = _like_arguments(shapes, args, wanted)
+        found = []
+        for p, (same, name), leaf in zip(said, like, jax.tree.leaves(shapes), strict=True):
             if p is not None:
-                found.append(to_layout(p, mesh, leaf.shape, "result"))
+                found.append(Wanted(to_layout(p, mesh, leaf.shape, "result"), asked=True))
             elif same is not None:
-                found.append(same)
+                found.append(Wanted(same, label=f"the result (placed like {name})"))
             else:
-                found.append(None if leaf.shape else to_layout("R", mesh, ()))
-        labels = [
-            "the result" if p is not None or same is None else f"the result (placed like {name})"
-            for p, (same, name) in zip(said, like, strict=True)
-        ]
-        return found, [p is not None for p in said], labels
+                found.append(Wanted(None if leaf.shape else to_layout("R", mesh, ())))
+        return found
 
     # ---- what users call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _jax.in_whole_trace():
+            return self._in_place(args, kwargs)
         program, leaves, wrap = self._prepare(args, kwargs)
-        storages = [_store(x, layout) for x, layout in zip(leaves, program.in_layouts, strict=True)]
-        if any(isinstance(s, _jax.Tracer) for s in storages):
-            results = self._traced(program, storages)
-        else:
-            results = program.run(*storages, *program.constants)
+        layouts = program.in_layouts
+        results = program(*(storage_of(x, w) for x, w in zip(leaves, layouts, strict=True)))
         wrapped = [
             DTensor(x, layout) if wrap or layout.joint.partial_axes() else x
             for x, layout in zip(results, program.out_layouts, strict=True)
         ]
         return jax.tree.unflatten(program.out_tree, wrapped)
+
+    def _in_place(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Inside a program under `dt.jit`: part of that program; placements are annotations."""
+
+        def annotate(prefix: Any, tree: Any, what: str) -> Any:
+            leaves, structure = jax.tree.flatten(tree)
+            where = spread_prefix(prefix, tree, is_dtensor, what)
+            placed = [
+                x if p is None else redistribute(x, p) for x, p in zip(leaves, where, strict=True)
+            ]
+            return jax.tree.unflatten(structure, placed)
+
+        dynamic, _, _, numbers = self._split(args, kwargs)
+        placed = iter(annotate(self._prefix_of(dynamic, numbers), dynamic, "args"))
+        full = [a if i in numbers else next(placed) for i, a in enumerate(args)]
+        return annotate(self.options["out_placements"], self.fun(*full, **kwargs), "result")
 
     def explain(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or ShapeDtypeStructs). Runs nothing."""
@@ -295,30 +255,11 @@ class Jitted:
         program, leaves, _ = self._prepare(args, kwargs)
         avals = [
             jax.ShapeDtypeStruct(
-                _storage_shape(x, w), _dtype(x), sharding=sharding(w, len(_shape(x)))
+                _storage_shape(x, w), dtype_of(x), sharding=sharding(w, len(shape_of(x)))
             )
             for x, w in zip(leaves, program.in_layouts, strict=True)
         ]
         return program.run.lower(*avals, *program.constants)
-
-    def _traced(self, program: Program, storages: list[Any]) -> list[Any]:
-        """Under an outer transformation: derivatives are those of the whole program.
-
-        (The transpose of a shard_map without replication types would sum a psum twice.)
-        """
-
-        @jax.custom_vjp
-        def run(*xs: Any) -> list[Any]:
-            return program.run(*xs, *program.constants)
-
-        def forward(*xs: Any) -> Any:
-            raise PlacementError(
-                f"jax.grad outside dt.jit over {self._name()} is not supported yet: differentiate "
-                "inside, dt.jit(jax.grad(fun))"
-            )
-
-        run.defvjp(forward, lambda res, g: g)
-        return run(*storages)
 
 
 def _numbers(given: int | Iterable[int] | None) -> set[int]:
@@ -335,67 +276,14 @@ def _label(path: Sequence[Any]) -> str:
     )
 
 
-def _shape(x: Any) -> tuple[int, ...]:
-    return tuple(x.shape) if hasattr(x, "shape") else tuple(np.shape(x))
-
-
-def _dtype(x: Any) -> Any:
-    return x.dtype if hasattr(x, "dtype") else jax.typeof(x).dtype
-
-
 def _storage_shape(x: Any, layout: Layout) -> tuple[int, ...]:
     sizes = layout.sizes
-    return (*(sizes[a] for a in layout.joint.partial_axes()), *_shape(x))
-
-
-def _whole(x: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(x, DTensor):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return _jax.whole_aval(x)
+    return (*(sizes[a] for a in layout.joint.partial_axes()), *shape_of(x))
 
 
 def _aval_key(x: Any) -> tuple:
-    aval = _whole(x)
+    aval = whole_aval(x)
     return aval.shape, aval.dtype, aval.weak_type
-
-
-def _layout(x: Any, mesh: Mesh) -> Layout | None:
-    """Where an argument lies already; None for what comes from the host or one device."""
-    if isinstance(x, DTensor):
-        x._check()
-        return x.layout
-    if isinstance(x, _jax.Tracer):
-        x = jax.typeof(x)
-    found = getattr(x, "sharding", None)
-    if not isinstance(found, NamedSharding) or found.mesh.axis_names != mesh.axis_names:
-        return None
-    if isinstance(found.mesh, Mesh) and found.mesh.devices.tolist() != mesh.devices.tolist():
-        raise PlacementError(f"an argument lies on another mesh: {found.mesh} and {mesh}")
-    found = NamedSharding(mesh, found.spec)
-    if isinstance(x, jax.Array) or found.spec:
-        return layout_of_sharding(found, len(x.shape))
-    return None
-
-
-def _storage(x: Any) -> Any:
-    return x.storage if isinstance(x, DTensor) else x
-
-
-def _store(x: Any, layout: Layout) -> Any:
-    """The argument's storage in its layout; moves only what comes from the host or one device."""
-    if isinstance(x, DTensor):
-        return x.storage
-    if isinstance(x, _jax.Tracer):
-        return x
-    target = sharding(layout, np.ndim(x))
-    if isinstance(x, jax.Array) and x.sharding == target:
-        return x
-    return jax.device_put(x, target)
-
-
-def _constant_layout(mesh: Mesh, x: Any) -> Any:
-    layout = _layout(x, mesh)
-    return (layout or to_layout("R", mesh, _shape(x))).joint
 
 
 def _like_arguments(
@@ -412,7 +300,7 @@ def _like_arguments(
     for name, argument in [*arguments, *((k, named[k]) for k in sorted(named))]:
         leaves, structure = jax.tree.flatten(argument, is_leaf=is_dtensor)
         layouts = [next(rest) for _ in leaves]
-        known.append((structure, [(_shape(x), _dtype(x)) for x in leaves], layouts, name))
+        known.append((structure, [(shape_of(x), dtype_of(x)) for x in leaves], layouts, name))
 
     def find(tree: Any) -> list[tuple[Layout | None, str]]:
         leaves, structure = jax.tree.flatten(tree)

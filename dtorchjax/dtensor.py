@@ -17,8 +17,8 @@ from dtorchjax.arguments import layout_of_sharding, to_layout
 from dtorchjax.errors import PlacementError
 from dtorchjax.lower import add_terms, drop_terms, storage_spec
 from dtorchjax.placements import Layout, Partial, Placement, R
-from dtorchjax.plan import canonical
 from dtorchjax.redistribute import apply_move, table
+from dtorchjax.rows import canonical
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -210,6 +210,8 @@ class DTensor:
         return str(self._value()) if self.ndim == 0 and not self._terms else repr(self)
 
     def __jax_array__(self) -> Any:
+        if _jax.in_whole_trace():  # a constant of the program, where it lies
+            return self.to_array()
         raise TypeError(
             "a jax.numpy function got a DTensor. Run it on the whole array with "
             "dt.jit(fun)(x), for example dt.jit(jnp.exp)(x), or take x.full_tensor()"

@@ -339,17 +339,16 @@ def build(
     mesh: Any,
     in_layouts: Sequence[Joint],
     wanted: Sequence[Joint],
-    out_layouts: Sequence[Joint | None],
-    out_asked: Sequence[bool],
-    out_labels: Sequence[str],
+    results: Sequence[Any],
     constant_layout: Callable[[Any], Joint],
     annotations: dict[str, Callable[[dict, Sequence[int]], Layout]],
     in_labels: Sequence[str],
 ) -> Graph:
     """The graph of a closed jaxpr.
 
-    Arguments arrive in `in_layouts` and are redistributed to `wanted` where that differs;
-    `out_layouts` None: to be chosen, but not partial; `out_asked`: the user said so.
+    Arguments arrive in `in_layouts` and are redistributed to `wanted` where that differs. Each of
+    `results` has a `layout` (None: to be chosen, but not partial), `asked` (the user said so) and
+    a `label`.
 
     Raises PlacementError for a primitive without a rule.
     """
@@ -371,13 +370,14 @@ def build(
             builder.top.steps.append(port)
             value = placed
         values.append(value)
-    results = builder.run(jaxpr, constants, values, builder.top)
+    made = builder.run(jaxpr, constants, values, builder.top)
     outputs = [
         builder.node(
-            "output", [v], [], fixed=where, partial_allowed=False, label=label, asked=asked
+            "output", [value], [], fixed=wanted.layout and wanted.layout.joint,
+            partial_allowed=False, label=wanted.label, asked=wanted.asked,
         )
-        for v, where, asked, label in zip(results, out_layouts, out_asked, out_labels, strict=True)
-    ]
+        for value, wanted in zip(made, results, strict=True)
+    ]  # fmt: skip
     for node, x in zip(builder.constants, builder.constant_values, strict=True):
         node.fixed = constant_layout(x)
     assert not set(LOCALS) - set(RULES), set(LOCALS) - set(RULES)

@@ -232,8 +232,9 @@ def table(
     plain = _moves(len(shape), tuple(states(shape, kinds, sizes)), sizes)
     nbytes = math.prod(shape) * itemsize
     copied = LOCAL_COPY * nbytes * np.minimum(plain.part[:, None], plain.part[None, :])
-    cost = plain.sent * nbytes + plain.steps * LATENCY + copied + 1e-3
-    cost[~np.isfinite(cost)] = IMPOSSIBLE
+    direct = np.isfinite(plain.sent)
+    sent = np.where(direct, plain.sent, 0.0) * nbytes
+    cost = np.where(direct, sent + plain.steps * LATENCY + copied + 1e-3, IMPOSSIBLE)
     n = len(plain.states)
     following = np.tile(np.arange(n), (n, 1))
     np.fill_diagonal(cost, 0.0)

@@ -117,6 +117,7 @@ class Reduction:
         self.live = set(range(len(problem.unary)))
         self.constant = 0.0
         self.log: list[tuple] = []
+        self.changed = set(self.live)  # since they were last looked at for dominated labels
         self._drop_impossible()
         self._eliminate()
         while self._prune():
@@ -131,6 +132,7 @@ class Reduction:
         self.log.append(("prune", i, kept))
         p.unary[i] = p.unary[i][kept]
         for j in list(p.neighbours[i]):
+            self.changed.add(j)
             matrix = p.edge(i, j)[kept]
             p.cut(i, j)
             p.connect(i, j, matrix)
@@ -178,6 +180,7 @@ class Reduction:
             else:
                 continue
             self.live.discard(i)
+            self.changed.update(around)
             for j in around:
                 heapq.heappush(heap, (len(p.neighbours[j]), j))
 
@@ -185,27 +188,32 @@ class Reduction:
         """Drop labels that another one never loses to, whatever the neighbours' labels are."""
         p, dropped = self.problem, 0
         for i in sorted(self.live):
-            costs = p.unary[i]
-            n = len(costs)
-            if n == 1 or n > _PRUNED:
+            n = len(p.unary[i])
+            if n == 1 or n > _PRUNED or i not in self.changed:
                 continue
-            worst = (
-                costs[:, None] - costs[None, :]
-            )  # [b, a]: b instead of a costs at most this much
-            for j in p.neighbours[i]:
-                matrix = p.edge(i, j)
-                change = matrix[:, None, :] - matrix[None, :, :]
-                change = np.where(matrix[None, :, :] < IMPOSSIBLE / 2, change, -np.inf)
-                worst = worst + change.max(2)
-            np.fill_diagonal(worst, np.inf)
-            keep = np.ones(n, bool)
-            for a in range(n):
-                if (worst[keep, a] <= 0).any():
-                    keep[a] = False
+            self.changed.discard(i)
+            keep = self._undominated(i)
             if not keep.all():
                 dropped += n - int(keep.sum())
                 self._keep(i, keep)
         return dropped
+
+    def _undominated(self, i: int) -> np.ndarray:
+        p = self.problem
+        costs = p.unary[i]
+        # [b, a]: b instead of a costs at most this much more
+        worst = costs[:, None] - costs[None, :]
+        for j in p.neighbours[i]:
+            matrix = p.edge(i, j)
+            change = matrix[:, None, :] - matrix[None, :, :]
+            change = np.where(matrix[None, :, :] < IMPOSSIBLE / 2, change, -np.inf)
+            worst = worst + change.max(2)
+        np.fill_diagonal(worst, np.inf)
+        keep = np.ones(len(costs), bool)
+        for a in range(len(costs)):
+            if (worst[keep, a] <= 0).any():
+                keep[a] = False
+        return keep
 
     def expand(self, labels: dict[int, int]) -> list[int]:
         """Labels of the core -> labels of all variables, in their first numbering."""
@@ -244,7 +252,7 @@ def descend(
     order: Sequence[int],
     labels: dict[int, int],
     rng: np.random.Generator,
-    patience: int = 40,
+    patience: int = 20,
 ) -> tuple[dict[int, int], float]:
     """Exact minimisation over random induced forests until `patience` of them bring nothing."""
     best, cost, idle = dict(labels), problem.cost(labels, order), 0

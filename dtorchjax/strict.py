@@ -16,7 +16,8 @@ from dtorchjax.errors import PlacementMismatchError, Remedy, size_text
 from dtorchjax.graph import Node, Value
 from dtorchjax.notation import PlacementSignature, Row
 from dtorchjax.placements import Joint, Layout, Partial, Placement, R, Replicate, Shard
-from dtorchjax.plan import JointRow, Labels, fits_locally, is_zero, signature
+from dtorchjax.plan import fits_locally, is_zero
+from dtorchjax.rows import JointRow, Labels, signature
 
 
 def explain_mismatch(labels: Labels, mesh: object) -> PlacementMismatchError:

@@ -18,7 +18,8 @@ def normal(seed, *shape):
 
 
 def same(got, expected, tolerance=1e-5):
-    got, expected = jax.tree.leaves(got), jax.tree.leaves(expected)
+    got = jax.tree.leaves(got, is_leaf=lambda t: isinstance(t, dt.DTensor))
+    expected = jax.tree.leaves(expected)
     assert len(got) == len(expected)
     for a, b in zip(got, expected, strict=True):
         a = a.full_tensor() if isinstance(a, dt.DTensor) else a
@@ -347,10 +348,51 @@ def test_a_primitive_without_a_rule_says_how_to_add_one(mesh24):
     assert "test_programs.py:" in text
 
 
-def test_gradients_of_a_compiled_step_are_refused_not_wrong(mesh24):
-    step = dt.jit(lambda x: jnp.sum(x**2), mesh=mesh24, in_placements=("S0,R",))
-    with pytest.raises(dt.PlacementError, match="differentiate inside"):
-        jax.grad(step)(normal(0, 8, 16))
+def test_derivatives_of_a_compiled_function(mesh24):
+    """Outside dt.jit too: by the whole program, not by transposing the shard_map."""
+    where = (MEGATRON, ["S0", "R"], ["S0", "R"])
+    loss = dt.jit(mlp_loss, mesh=mesh24, in_placements=where)
+    args = mlp()
+    expected = jax.value_and_grad(mlp_loss)(*args)
+    same(jax.value_and_grad(loss)(*args), expected)
+    same(jax.jit(jax.value_and_grad(loss))(*args), expected)
+    grads = jax.grad(lambda p: 3.0 * loss(p, *args[1:]))(args[0])
+    same(grads, jax.tree.map(lambda g: 3.0 * g, expected[1]))
+    with pytest.raises(dt.PlacementError, match="closes over a traced array"):
+        jax.grad(lambda w: dt.jit(lambda x: (x @ w).sum(), mesh=mesh24)(args[1]))(args[0]["a"])
+
+
+def test_derivatives_over_dtensors(mesh24):
+    """A gradient has its primal's layout; integers and keys have none."""
+    x = dt.distribute_tensor(normal(0, 8, 16), mesh24, "S0,S1")
+    ids = dt.distribute_tensor(jnp.arange(8), mesh24, "S0,R")
+    total = dt.jit(lambda x, ids: (x[ids] ** 2).sum(), out_placements="R")
+    grad = jax.grad(lambda x: total(x, ids).storage)(x)
+    assert grad.layout == x.layout
+    same(grad, 2 * normal(0, 8, 16))
+    terms = dt.distribute_tensor(normal(0, 8, 16), mesh24, "P,S1")
+    grad = jax.grad(lambda x: total(x, ids).storage)(terms)
+    assert grad.layout == terms.layout
+    same(grad, 2 * normal(0, 8, 16))
+
+
+def test_compiled_functions_inside_and_under_other_transformations(mesh24):
+    inner = dt.jit(
+        lambda x: jnp.tanh(x @ x.T),
+        mesh=mesh24,
+        in_placements=(["S0", "R"],),
+        out_placements="R,S0",
+    )
+    x = normal(0, 8, 8)
+    expected = jnp.tanh(x @ x.T)
+    check(lambda x: inner(x) * 2, (x,), mesh24, (["S1", "S0"],))
+    check(jax.grad(lambda x: inner(x).sum()), (x,), mesh24, (["S1", "S0"],))
+    same(jax.jit(lambda x: inner(x) + 1)(x), expected + 1)
+    xs = normal(1, 3, 8, 8)
+    same(jax.vmap(inner)(xs), jax.vmap(lambda x: jnp.tanh(x @ x.T))(xs))
+    placed = dt.distribute_tensor(x, mesh24, "S0,S1")
+    closed = dt.jit(lambda y: jnp.add(y, placed), mesh=mesh24, in_placements=(["R", "S0"],))
+    same(closed(x), x + x)
 
 
 def test_uneven_and_blocks_are_errors_yet(mesh24):

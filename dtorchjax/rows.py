@@ -1,0 +1,235 @@
+"""What each node of a graph may do on all mesh axes at once: its joint rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from dtorchjax.graph import Graph, Node, Value
+from dtorchjax.notation import PlacementSignature, Row
+from dtorchjax.placements import Joint, Partial, R, Shard, divides, joint
+from dtorchjax.redistribute import Table, states, table
+from dtorchjax.registry import find_rule
+
+
+class JointRow(NamedTuple):
+    """Placements of operands and results on all mesh axes."""
+
+    inputs: tuple[Joint, ...]
+    outputs: tuple[Joint, ...]
+
+
+_signatures: dict[Any, PlacementSignature] = {}
+
+
+def signature(node: Node) -> PlacementSignature:
+    """The table of an equation; computed once per primitive, shapes and parameters."""
+    ins, outs = [v.aval for v in node.inputs], [v.aval for v in node.outputs]
+    rule = find_rule(node.name)
+    key: Any = None
+    try:
+        key = (rule, *((a.shape, a.dtype) for a in (*ins, *outs)), *sorted(node.params.items()))
+        if key in _signatures:
+            return _signatures[key]
+    except TypeError:  # a parameter that cannot be hashed or sorted
+        key = None
+    found = rule.signature(ins, outs, dict(node.params))
+    if key is not None:
+        _signatures[key] = found
+    return found
+
+
+def joint_rows(
+    rows: Sequence[Sequence[Row]],
+    in_avals: Sequence[Any],
+    out_avals: Sequence[Any],
+    sizes: tuple[int, ...],
+) -> list[JointRow]:
+    """All products of one row per mesh axis in which every dim divides, in every axis order.
+
+    `rows` has a list of rows for each mesh axis.
+    """
+    avals = [*in_avals, *out_avals]
+    n_in = len(in_avals)
+    replicated = Row((R,) * n_in, (R,) * len(out_avals))
+    usable = [
+        [
+            row
+            for row in on_axis
+            if all(_fits(p, a) for p, a in zip(row.inputs + row.outputs, avals, strict=True))
+        ]
+        if size > 1
+        else [replicated]
+        for on_axis, size in zip(rows, sizes, strict=True)
+    ]
+    found: dict[JointRow, None] = {}
+    for combination in itertools.product(*usable):
+        columns = list(zip(*(row.inputs + row.outputs for row in combination), strict=True))
+        if not all(divides(a.shape, c, sizes) for a, c in zip(avals, columns, strict=True)):
+            continue
+        for order in _axis_orders(combination):
+            placed = [joint(c, order) for c in columns]
+            found[JointRow(tuple(placed[:n_in]), tuple(placed[n_in:]))] = None
+    return list(found)
+
+
+def _fits(placement: Any, aval: Any) -> bool:
+    return not isinstance(placement, Shard) or aval.shape[placement.dim] > 1
+
+
+def _axis_orders(combination: Sequence[Row]) -> Iterable[tuple[int, ...]]:
+    groups: dict[Row, list[int]] = {}
+    for axis, row in enumerate(combination):
+        if any(isinstance(p, Shard) for p in row.inputs + row.outputs):
+            groups.setdefault(row, []).append(axis)
+    shared = [group for group in groups.values() if len(group) > 1]
+    plain = list(range(len(combination)))
+    for choice in itertools.product(*(itertools.permutations(group) for group in shared)):
+        order = list(plain)
+        for group, permuted in zip(shared, choice, strict=True):
+            for place, axis in zip(group, permuted, strict=True):
+                order[place] = axis
+        yield tuple(order)
+
+
+class Labels:
+    """The joint rows of every node of a graph.
+
+    With `current` rows and `free` axes, only those that are the current ones on all other axes.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        sizes: tuple[int, ...],
+        current: dict[Node, JointRow] | None = None,
+        free: Sequence[int] = (),
+    ):
+        self.graph, self.sizes = graph, sizes
+        self.current, self.free = current, free
+        self.kinds: dict[Value, set[str]] = {}
+        self._rows: dict[Any, list[JointRow]] = {}
+        self._find_kinds()
+        self.of: dict[Node, list[JointRow]] = {node: self._labels(node) for node in graph.nodes}
+
+    def _kept(self, node: Node, axis: int) -> Row | None:
+        """The row that the node must keep on this axis."""
+        if self.current is None or axis in self.free:
+            return None
+        row = self.current[node]
+        return Row(
+            tuple(j.placements[axis] for j in row.inputs),
+            tuple(j.placements[axis] for j in row.outputs),
+        )
+
+    def _find_kinds(self) -> None:
+        """Which kinds of partial each value can be by itself, not counting R made partial."""
+        changed = True
+        while changed:
+            changed = False
+            for node in self.graph.nodes:
+                made: list[set[str]] = [set() for _ in node.outputs]
+                if node.kind == "equation":
+                    for row in signature(node).rows:
+                        if self._natural(node, row):
+                            for kinds, p in zip(made, row.outputs, strict=True):
+                                if isinstance(p, Partial):
+                                    kinds.add(p.op)
+                elif node.kind == "input":
+                    assert node.fixed is not None
+                    made[0] = {p.op for p in node.fixed.placements if isinstance(p, Partial)}
+                elif node.kind in ("port", "enter", "leave"):
+                    kinds = set().union(*(self.kinds.get(v, set()) for v in node.inputs))
+                    if node.fixed is not None:
+                        kinds = {p.op for p in node.fixed.placements if isinstance(p, Partial)}
+                    made = [kinds for _ in node.outputs]
+                for value, kinds in zip(node.outputs, made, strict=True):
+                    if not kinds <= self.kinds.setdefault(value, set()):
+                        self.kinds[value] |= kinds
+                        changed = True
+
+    def _natural(self, node: Node, row: Row) -> bool:
+        """Some partial operand of the row really occurs (or the row has none)."""
+        partial = [
+            p.op in self.kinds.get(v, ())
+            for p, v in zip(row.inputs, node.inputs, strict=True)
+            if isinstance(p, Partial) and _fits(p, v.aval)
+        ]
+        # beside a sharded operand a partial one may be zeros: scatter-add into a table
+        mixed = any(isinstance(p, Shard) for p in row.inputs)
+        return not partial or any(partial) or mixed
+
+    def _labels(self, node: Node) -> list[JointRow]:
+        if node.kind == "literal":
+            return [JointRow((), (self.replicated,))]
+        if node.kind == "input":
+            assert node.fixed is not None
+            return [JointRow((), (node.fixed,))]
+        if node.kind == "equation":
+            return self._equation(node)
+        inner = node.inputs[0] if node.kind in ("leave", "output") else node.outputs[0]
+        if node.fixed is not None:
+            where = [node.fixed]
+        else:
+            kinds = self.kinds.get(inner, set()) if node.partial_allowed else set()
+            where = states(inner.aval.shape, tuple(sorted(kinds)), self.sizes)
+            where = self._narrowed(node, where)
+        n_in, n_out = len(node.inputs), len(node.outputs)
+        if node.kind == "enter":
+            return [JointRow((deeper(w),), (w,)) for w in where]
+        if node.kind == "leave":
+            return [JointRow((w,), (deeper(w),)) for w in where]
+        return [JointRow((w,) * n_in, (w,) * n_out) for w in where]
+
+    def _narrowed(self, node: Node, where: list[Joint]) -> list[Joint]:
+        for axis in range(len(self.sizes)):
+            row = self._kept(node, axis)
+            if row is not None:
+                p = row.outputs[0] if node.kind == "enter" else row.inputs[0]
+                where = [w for w in where if w.placements[axis] == p]
+        return where
+
+    def _equation(self, node: Node) -> list[JointRow]:
+        natural = tuple(row for row in signature(node).rows if self._natural(node, row))
+        kept = [self._kept(node, axis) for axis in range(len(self.sizes))]
+        rows = tuple(natural if row is None else (row,) for row in kept)
+        ins, outs = [v.aval for v in node.inputs], [v.aval for v in node.outputs]
+        key = (rows, tuple(a.shape for a in ins), tuple(a.shape for a in outs))
+        if key not in self._rows:
+            self._rows[key] = joint_rows(rows, ins, outs, self.sizes)
+        return self._rows[key]
+
+    @property
+    def replicated(self) -> Joint:
+        return joint((R,) * len(self.sizes))
+
+    def table(self, value: Value) -> Table:
+        """Paths between all placements that the value's producer and users may have."""
+        assert value.producer is not None
+        kinds = set(self.kinds.get(value, ()))
+        for row in self.of[value.producer]:
+            kinds |= _kinds_of(row.outputs[value.output])
+        for node, i in value.uses:
+            for row in self.of[node]:
+                kinds |= _kinds_of(row.inputs[i])
+        aval = value.aval
+        return table(tuple(aval.shape), aval.dtype.itemsize, tuple(sorted(kinds)), self.sizes)
+
+
+def _kinds_of(where: Joint) -> set[str]:
+    return {p.op for p in where.placements if isinstance(p, Partial)}
+
+
+def deeper(where: Joint) -> Joint:
+    """The placement of a stack of arrays that are placed so."""
+    return Joint(
+        tuple(Shard(p.dim + 1) if isinstance(p, Shard) else p for p in where.placements),
+        where.order,
+    )
+
+
+def canonical(where: Joint, sizes: Sequence[int]) -> Joint:
+    """Axes of size 1 hold everything: R."""
+    found = [p if n > 1 else R for p, n in zip(where.placements, sizes, strict=True)]
+    return joint(found, where.order)
