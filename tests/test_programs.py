@@ -1,5 +1,7 @@
 """Whole programs through dt.jit against one device: values, gradients, layouts, communication."""
 
+import math
+
 import jax
 import numpy as np
 import optax
@@ -56,14 +58,41 @@ def shard_maps(jaxpr):
     return count, outside
 
 
-def check(fun, args, mesh, in_placements=None, out_placements=None, tolerance=1e-5, **options):
-    """dt.jit(fun) gives what fun gives, in one shard_map whose bytes are the plan's."""
-    step = dt.jit(
-        fun, mesh=mesh, in_placements=in_placements, out_placements=out_placements, **options
-    )
+def multiplications(jaxpr):
+    """Multiply-adds of the contractions of a program, loop bodies as often as they run."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            shape = eqn.invars[0].aval.shape
+            total += math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[d] for d in contracted)
+    for eqn, program in inner(jaxpr):
+        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        total += trips * multiplications(program)
+    return total
+
+
+def check(
+    fun,
+    args,
+    mesh,
+    in_placements=None,
+    out_placements=None,
+    tolerance=1e-5,
+    divided=False,
+):
+    """dt.jit(fun) gives what fun gives, in one shard_map whose bytes are the plan's.
+
+    divided: every device does its part of the contractions and no more.
+    """
+    step = dt.jit(fun, mesh=mesh, in_placements=in_placements, out_placements=out_placements)
     out = step(*args)
     same(out, jax.jit(fun)(*args), tolerance)
-    assert shard_maps(jax.make_jaxpr(step)(*args).jaxpr) == (1, set())
+    local = jax.make_jaxpr(step)(*args).jaxpr
+    assert shard_maps(local) == (1, set())
+    if divided:
+        whole = multiplications(jax.make_jaxpr(fun)(*args).jaxpr)
+        assert multiplications(local) <= 1.05 * whole / mesh.size
     plan, real = step.explain(*args), collective_bytes(step.lower(*args).compile().as_text())
     assert abs(plan.bytes_per_device - real) <= max(64, 0.02 * real), (plan.bytes_per_device, real)
     return out, plan
