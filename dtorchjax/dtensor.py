@@ -85,7 +85,7 @@ class DTensor:
                 f"the storage of this DTensor (shape {storage}) does not fit its layout "
                 f"{self.layout}: a transformation took its terms apart; reduce_partial() it first"
             )
-        self.layout.resolve(self.shape)
+        _fits(self.layout, self.shape)
 
     # ---- conversions
 
@@ -218,6 +218,12 @@ class DTensor:
         )
 
 
+@functools.lru_cache(maxsize=4096)
+def _fits(layout: Layout, shape: tuple[int, ...]) -> None:
+    layout.resolve(shape)
+
+
+@functools.lru_cache(maxsize=4096)
 def sharding(layout: Layout, rank: int) -> NamedSharding:
     """How an array of `rank` dims is stored in this layout."""
     return NamedSharding(layout.mesh, storage_spec(layout.joint, rank, layout.mesh.axis_names))

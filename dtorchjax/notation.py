@@ -147,7 +147,7 @@ def sentence_rows(
     partial: what sharding a reduced factor leaves.
     linear: which operands may be a partial sum: "jointly" (all at once), "each" (one at a time),
         or groups of operand numbers, "0", "1:" (all from 1 on) or "0 2; 1" (`0 2` at once, or 1).
-    moves: the first operand (all, with linear="jointly") may be any kind of partial.
+    moves: the operands that `linear` names may be any other kind of partial as well.
     monotone: increasing in every operand, so P(max) and P(min) pass.
     """
     n_in, n_out = len(sentence.inputs), len(sentence.outputs)
@@ -198,7 +198,8 @@ def _partial_groups(
         yield group, "sum"
     if moves:
         for kind in ("max", "min", "prod"):
-            yield (everything if linear == "jointly" else {0}), kind
+            for group in groups:
+                yield group, kind
     elif monotone:
         for kind in ("max", "min"):
             # f(max x, max y) is max f(x, y) only when a single operand varies

@@ -209,14 +209,19 @@ def layout_as_it_lies(x: Any, mesh: Mesh) -> Layout | None:
     if isinstance(x, _jax.Tracer):
         x = jax.typeof(x)
     found = getattr(x, "sharding", None)
-    if not isinstance(found, NamedSharding) or found.mesh.axis_names != mesh.axis_names:
+    if not isinstance(found, NamedSharding):
+        return None
+    return _layout_on(found, mesh, len(x.shape), isinstance(x, jax.Array))
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout_on(found: NamedSharding, mesh: Mesh, rank: int, is_array: bool) -> Layout | None:
+    if found.mesh.axis_names != mesh.axis_names:
         return None
     if isinstance(found.mesh, Mesh) and found.mesh.devices.tolist() != mesh.devices.tolist():
         raise PlacementError(f"an argument lies on another mesh: {found.mesh} and {mesh}")
     found = NamedSharding(mesh, found.spec)
-    if isinstance(x, jax.Array) or found.spec:
-        return layout_of_sharding(found, len(x.shape))
-    return None
+    return layout_of_sharding(found, rank) if is_array or found.spec else None
 
 
 def storage_of(x: Any, layout: Layout) -> Any:
