@@ -1,11 +1,10 @@
 """Least total cost of one label per variable, with a cost per label and per pair on every edge.
 
-In four steps: (1) variables with at most two neighbours are eliminated exactly and labels that
-another label always beats are dropped; (2) sequential tree-reweighted message passing gives a lower
-bound and first labels (Kolmogorov, "Convergent tree-reweighted message passing for energy
-minimization", PAMI 2006); (3) descent by exact minimisation over random induced forests, all labels
-outside the forest fixed; (4) a mixed-integer program on the labels that the messages prefer, by
-HiGHS, and descent from there.
+In four steps: (1) variables with at most two neighbours are eliminated exactly; (2) sequential
+tree-reweighted message passing gives a lower bound and first labels (Kolmogorov, "Convergent
+tree-reweighted message passing for energy minimization", PAMI 2006); (3) descent by exact
+minimisation over random induced forests, all labels outside the forest fixed; (4) a mixed-integer
+program on the labels that the messages prefer, by HiGHS, and descent from there.
 
 Plain numpy; nothing here knows about arrays or meshes.
 """
@@ -21,7 +20,6 @@ import numpy as np
 from dtorchjax.cost import IMPOSSIBLE
 
 _LARGEST = 4e7  # elements of one elimination
-_PRUNED = 100  # variables with more labels are not searched for dominated ones
 
 
 class Problem:
@@ -91,7 +89,7 @@ def solve(problem: Problem, seed: int = 0) -> Solution:
     core_problem = reduction.problem
     rng = np.random.default_rng(seed)
     messages = Messages(core_problem, core)
-    bound, labels = messages.run(40)
+    bound, labels = messages.run(20)
     best = descend(core_problem, core, labels, rng)
     gap = 1e-3 * (abs(best[1]) + abs(reduction.constant))
     if best[1] - bound > gap:
@@ -117,31 +115,10 @@ class Reduction:
         self.live = set(range(len(problem.unary)))
         self.constant = 0.0
         self.log: list[tuple] = []
-        self.changed = set(self.live)  # since they were last looked at for dominated labels
-        self._drop_impossible()
         self._eliminate()
-        while self._prune():
-            self._eliminate()
 
     def core(self) -> list[int]:
         return sorted(self.live)
-
-    def _keep(self, i: int, keep: np.ndarray) -> None:
-        p = self.problem
-        kept = np.flatnonzero(keep)
-        self.log.append(("prune", i, kept))
-        p.unary[i] = p.unary[i][kept]
-        for j in list(p.neighbours[i]):
-            self.changed.add(j)
-            matrix = p.edge(i, j)[kept]
-            p.cut(i, j)
-            p.connect(i, j, matrix)
-
-    def _drop_impossible(self) -> None:
-        for i in list(self.live):
-            keep = self.problem.unary[i] < IMPOSSIBLE / 2
-            if keep.any() and not keep.all():
-                self._keep(i, keep)
 
     def _eliminate(self) -> None:
         p = self.problem
@@ -180,49 +157,15 @@ class Reduction:
             else:
                 continue
             self.live.discard(i)
-            self.changed.update(around)
             for j in around:
                 heapq.heappush(heap, (len(p.neighbours[j]), j))
 
-    def _prune(self) -> int:
-        """Drop labels that another one never loses to, whatever the neighbours' labels are."""
-        p, dropped = self.problem, 0
-        for i in sorted(self.live):
-            n = len(p.unary[i])
-            if n == 1 or n > _PRUNED or i not in self.changed:
-                continue
-            self.changed.discard(i)
-            keep = self._undominated(i)
-            if not keep.all():
-                dropped += n - int(keep.sum())
-                self._keep(i, keep)
-        return dropped
-
-    def _undominated(self, i: int) -> np.ndarray:
-        p = self.problem
-        costs = p.unary[i]
-        # [b, a]: b instead of a costs at most this much more
-        worst = costs[:, None] - costs[None, :]
-        for j in p.neighbours[i]:
-            matrix = p.edge(i, j)
-            change = matrix[:, None, :] - matrix[None, :, :]
-            change = np.where(matrix[None, :, :] < IMPOSSIBLE / 2, change, -np.inf)
-            worst = worst + change.max(2)
-        np.fill_diagonal(worst, np.inf)
-        keep = np.ones(len(costs), bool)
-        for a in range(len(costs)):
-            if (worst[keep, a] <= 0).any():
-                keep[a] = False
-        return keep
-
     def expand(self, labels: dict[int, int]) -> list[int]:
-        """Labels of the core -> labels of all variables, in their first numbering."""
+        """Labels of the core -> labels of all variables."""
         found = dict(labels)
         for step in reversed(self.log):
             i = step[1]
-            if step[0] == "prune":
-                found[i] = int(step[2][found[i]])
-            elif step[0] == "fold":
+            if step[0] == "fold":
                 found[i] = 0
             elif step[0] == "free":
                 found[i] = int(step[2].argmin())
