@@ -16,6 +16,9 @@ REPLICATED_FLOP = 0.3
 """Bytes per multiply or add that more than one device does: never worth what it saves."""
 REPLICATED_CONTRACTION = 10 * LATENCY
 """However small a contraction is: doing it twice is no way to save a few collectives."""
+REPLICATED_BYTE = 0.1
+"""Bytes sent per byte that a computation reads or writes on more devices than it must. Links are
+five to ten times slower than memory, and what is fused touches memory less often."""
 OUTPUT_BYTE = 0.002
 """Bytes sent per byte of result written on one device."""
 
@@ -33,18 +36,23 @@ def flops(name: str, in_avals: Any, out_avals: Any, params: dict[str, Any]) -> i
     return 2 * math.prod(out_avals[0].shape) * math.prod(shape[d] for d in contracted)
 
 
-def row_cost(work: int, out_avals: Any, row: tuple, sizes: tuple[int, ...]) -> float:
+def work(name: str, in_avals: Any, out_avals: Any, params: dict[str, Any], moves: bool) -> float:
+    """What doing all of an equation on one device more costs; moving data is free (it is fused)."""
+    contraction = flops(name, in_avals, out_avals, params)
+    if contraction:
+        return REPLICATED_FLOP * contraction + REPLICATED_CONTRACTION
+    return 0.0 if moves else REPLICATED_BYTE * max(map(nbytes, (*in_avals, *out_avals)), default=0)
+
+
+def row_cost(work: float, out_avals: Any, row: tuple, sizes: tuple[int, ...]) -> float:
     """Replicated work and written bytes of one joint row, per execution."""
     inputs, outputs = row
-    total = 0.0
-    if work:
-        split = math.prod(
-            size
-            for axis, size in enumerate(sizes)
-            if any(isinstance(j.placements[axis], Shard) for j in (*inputs, *outputs))
-        )
-        replicated = 1 / split - 1 / math.prod(sizes)
-        total += replicated * (REPLICATED_FLOP * work + REPLICATED_CONTRACTION)
+    split = math.prod(
+        size
+        for axis, size in enumerate(sizes)
+        if any(isinstance(j.placements[axis], Shard) for j in (*inputs, *outputs))
+    )
+    total = work * (1 / split - 1 / math.prod(sizes))
     for aval, where in zip(out_avals, outputs, strict=True):
         total += OUTPUT_BYTE * nbytes(aval) * part(where, sizes)
     return total
@@ -57,4 +65,4 @@ def part(where: Joint, sizes: tuple[int, ...]) -> float:
     )
 
 
-__all__ = ["IMPOSSIBLE", "LATENCY", "LOCAL_COPY", "flops", "nbytes", "part", "row_cost"]
+__all__ = ["IMPOSSIBLE", "LATENCY", "LOCAL_COPY", "flops", "nbytes", "part", "row_cost", "work"]

@@ -14,7 +14,7 @@ from dtorchjax import _jax
 from dtorchjax.graph import Barrier, Loop, Node, Scope, Value
 from dtorchjax.placements import Joint
 from dtorchjax.plan import Plan
-from dtorchjax.redistribute import apply_move, position
+from dtorchjax.redistribute import Move, apply_move, position
 from dtorchjax.registry import LOCALS, LocalCall
 
 
@@ -50,8 +50,22 @@ class Local:
                     and move.source in have
                     and self._leads(value, move, target)
                 ):
-                    have[move.target] = apply_move(have[move.source], move, self.names, self.sizes)
+                    if (value, move) in self.plan.merged and not outer:
+                        self._reduce_together(self.plan.merged[value, move])
+                    else:
+                        part = have[move.source]
+                        have[move.target] = apply_move(part, move, self.names, self.sizes)
         return have[target]
+
+    def _reduce_together(self, group: Sequence[tuple[Value, Move]]) -> None:
+        """One collective for several small arrays of the same dtype."""
+        parts = [self.arrays[v][m.source] for v, m in group]
+        vector = jnp.concatenate([part.reshape(-1) for part in parts])
+        vector = apply_move(vector, group[0][1], self.names, self.sizes)
+        start = 0
+        for (value, move), part in zip(group, parts, strict=True):
+            self.arrays[value][move.target] = vector[start : start + part.size].reshape(part.shape)
+            start += part.size
 
     def _leads(self, value: Value, move: Any, target: Joint) -> bool:
         """True if this move is on the way to `target`."""

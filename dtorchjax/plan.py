@@ -20,10 +20,15 @@ import numpy as np
 from dtorchjax import cost, report
 from dtorchjax.errors import size_text
 from dtorchjax.graph import Graph, Loop, Node, Scope, Value
+from dtorchjax.merge import merged_reductions
 from dtorchjax.placements import Joint, R, Replicate, Shard, joint
 from dtorchjax.redistribute import Move, Table
+from dtorchjax.registry import find_rule
 from dtorchjax.rows import JointRow, Labels, canonical, signature
 from dtorchjax.solver import Problem, Solution, solve
+
+LATER_IS_CHEAPER = 1e-6
+"""By how much, of their price, moves at the end of a program are cheaper than at its start."""
 
 MOST_ROWS = 200
 """Joint rows of one equation, more than which are not looked at all at once on three axes."""
@@ -46,7 +51,10 @@ def pose(labels: Labels, strict: bool = False) -> Problem:
             if not value.uses:
                 continue
             paths = labels.table(value)
-            price = paths.cost * value.weight
+            # of two plans that cost the same the one that moves later: it holds less, and small
+            # reductions wait for each other (see `merge`)
+            late = 1 - LATER_IS_CHEAPER * number[node] / len(number)
+            price = paths.cost * (value.weight * late)
             price = np.where(paths.cost >= cost.IMPOSSIBLE / 2, cost.IMPOSSIBLE, price)
             free = price
             if strict:
@@ -109,7 +117,7 @@ def _row_costs(node: Node, rows: Sequence[JointRow], sizes: tuple[int, ...]) -> 
     if node.kind != "equation":
         return [0.0] * len(rows)
     ins, outs = [v.aval for v in node.inputs], [v.aval for v in node.outputs]
-    work = cost.flops(node.name, ins, outs, node.params)
+    work = cost.work(node.name, ins, outs, node.params, find_rule(node.name).moves)
     return [cost.row_cost(work, outs, row, sizes) * node.scope.weight for row in rows]
 
 
@@ -151,6 +159,7 @@ class Plan:
         for value in graph.values():
             if value.uses:
                 self.moves[value] = self._moves(value)
+        self.merged = merged_reductions(self)
 
     def produced(self, value: Value) -> Joint:
         assert value.producer is not None
@@ -199,7 +208,8 @@ class Plan:
     def _of_value(self, value: Value) -> Iterable[Collective]:
         names = self.mesh.axis_names
         for move, node, operand in self.moves[value]:
-            if not move.is_collective:
+            group = self.merged.get((value, move), [(value, move)])
+            if not move.is_collective or group[0] != (value, move):
                 continue
             row = self.rows[node]
             place = node.where or (value.producer.where if value.producer else None)
@@ -210,10 +220,12 @@ class Plan:
                 )
             else:
                 why = f"{what} takes {row.inputs[operand]}, not {move.source}"
+            if len(group) > 1:
+                why += f"; and {len(group) - 1} other small reductions"
             yield Collective(
                 kind=move.kind,
                 axes=tuple(names[a] for a in move.axes),
-                bytes=self.tables[value].sent(move, self.sizes),
+                bytes=sum(self.tables[v].sent(m, self.sizes) for v, m in group),
                 times=int(value.scope.times),
                 primitive=what,
                 where=str(place) if place else "",

@@ -116,8 +116,8 @@ def test_value_and_grad_of_an_mlp(mesh24):
     assert grads["a"].sharding.spec == PartitionSpec(None, "tp")  # a gradient lies as its primal
     assert loss.sharding.is_fully_replicated
     assert {c.kind for c in plan.collectives} == {"all-reduce"}
-    # row-parallel product over tp; loss and two gradients over dp
-    assert plan.bytes_per_device == 2 * 128 * 3 / 4 + 4 + (16 * 8 + 8 * 8) * 4
+    # the row-parallel product over tp, the loss over both axes, both gradients together over dp
+    assert plan.bytes_per_device == 2 * 128 * 3 / 4 + 7 + (16 * 8 + 8 * 8) * 4
 
 
 @pytest.mark.parametrize("order", ["S0,R", "R,S0", "S0,S0", "R,R", "S1,S0"])

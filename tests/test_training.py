@@ -177,3 +177,25 @@ def test_flax_and_optax(mesh24, paths):
 def test_plain_arrays_stay_plain(mesh24):
     w = normal(0, 8, 8)
     assert type(dt.jit(lambda w: w @ w, mesh=mesh24)(w)) is type(w)
+
+
+def test_small_reductions_are_merged(mesh8):
+    """Forty small parameters, their gradients' norm and the loss: a handful of collectives."""
+    params = {f"scale{i}": normal(i, 16) for i in range(40)}
+
+    def step(params, x):
+        def loss(params):
+            h = x
+            for scale in params.values():
+                h = jnp.tanh(h * scale)
+            return jnp.mean(h**2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads.values()))
+        factor = jnp.minimum(1.0, 1.0 / (norm + 1e-6))
+        return jax.tree.map(lambda p, g: p - 0.1 * factor * g, params, grads), value
+
+    where = jax.tree.map(lambda _: "R", params)
+    _, plan = check(step, (params, normal(1, 4096, 16)), mesh8, (where, "S0"), (where, "R"), 2e-5)
+    assert len(plan.collectives) <= 4, plan.table()
+    assert any("other small reductions" in c.why for c in plan.collectives)
