@@ -190,6 +190,11 @@ def divides(shape: Sequence[int], placements: Sequence[Placement], sizes: Sequen
     return all(d < len(shape) and shape[d] > 0 and shape[d] % n == 0 for d, n in parts.items())
 
 
+def kinds_of(placements: Iterable[Placement]) -> set[str]:
+    """The kinds of partial among placements: one at most, as max(1, 2) + 3 is not max(1, 2 + 3)."""
+    return {p.op for p in placements if isinstance(p, Partial)}
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Placements on a mesh and, where two axes shard one dim, their order (major first).
@@ -212,10 +217,17 @@ class Layout:
             )
         if any(isinstance(p, Optional) for p in parsed):
             raise PlacementError("Optional() stands in signatures only, not in a layout")
+        if len(kinds_of(parsed)) > 1:
+            raise PlacementError(
+                f"{', '.join(map(str, parsed))}: an array has one kind of partial, as the value "
+                "of two kinds depends on which is reduced first"
+            )
         order = [names.index(a) if isinstance(a, str) else a for a in self.order]
         canonical = joint(parsed, order or None)
+        # until dims are counted from the front, S-1 and S1 may be the same dim
+        settled = all(p.dim >= 0 for p in parsed if isinstance(p, Shard))
         object.__setattr__(self, "placements", canonical.placements)
-        object.__setattr__(self, "order", canonical.order)
+        object.__setattr__(self, "order", canonical.order if settled or not order else tuple(order))
 
     @property
     def joint(self) -> Joint:

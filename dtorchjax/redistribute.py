@@ -31,6 +31,7 @@ from dtorchjax.placements import (
     Shard,
     divides,
     joint,
+    kinds_of,
 )
 
 
@@ -80,7 +81,7 @@ def states(shape: Sequence[int], kinds: Sequence[str], sizes: Sequence[int]) -> 
     return [
         where
         for placements in itertools.product(*per_axis)
-        if divides(shape, placements, sizes)
+        if divides(shape, placements, sizes) and len(kinds_of(placements)) < 2
         for where in orders(placements)
     ]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from dtorchjax.graph import Graph, Node, Value
 from dtorchjax.notation import PlacementSignature, Row
-from dtorchjax.placements import Joint, Partial, R, Shard, divides, joint
+from dtorchjax.placements import Joint, Partial, R, Shard, divides, joint, kinds_of
 from dtorchjax.redistribute import Table, states, table
 from dtorchjax.registry import find_rule
 
@@ -67,6 +67,8 @@ def joint_rows(
     for combination in itertools.product(*usable):
         columns = list(zip(*(row.inputs + row.outputs for row in combination), strict=True))
         if not all(divides(a.shape, c, sizes) for a, c in zip(avals, columns, strict=True)):
+            continue
+        if any(len(kinds_of(column)) > 1 for column in columns):
             continue
         for order in _axis_orders(combination):
             placed = [joint(c, order) for c in columns]
@@ -209,16 +211,12 @@ class Labels:
         assert value.producer is not None
         kinds = set(self.kinds.get(value, ()))
         for row in self.of[value.producer]:
-            kinds |= _kinds_of(row.outputs[value.output])
+            kinds |= kinds_of(row.outputs[value.output].placements)
         for node, i in value.uses:
             for row in self.of[node]:
-                kinds |= _kinds_of(row.inputs[i])
+                kinds |= kinds_of(row.inputs[i].placements)
         aval = value.aval
         return table(tuple(aval.shape), aval.dtype.itemsize, tuple(sorted(kinds)), self.sizes)
-
-
-def _kinds_of(where: Joint) -> set[str]:
-    return {p.op for p in where.placements if isinstance(p, Partial)}
 
 
 def deeper(where: Joint) -> Joint:

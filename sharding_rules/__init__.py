@@ -10,9 +10,20 @@ from dtorchjax.sharding_rules import (
     contractions,
     elementwise,
     indexing,
+    linear_algebra,
     movement,
     random,
     reductions,
+    windows,
 )
 
-__all__ = ["contractions", "elementwise", "indexing", "movement", "random", "reductions"]
+__all__ = [
+    "contractions",
+    "elementwise",
+    "indexing",
+    "linear_algebra",
+    "movement",
+    "random",
+    "reductions",
+    "windows",
+]

@@ -19,3 +19,20 @@ def _(x, y, *, dimension_numbers, **_):
     (cx, cy), (bx, by) = dimension_numbers
     y = y.shared([*by, *cy], x[[*bx, *cx]])
     return f"{x}, {y} -> {x[bx]} {x.drop(bx, cx)} {y.drop(by, cy)}"
+
+
+@rule("conv_general_dilated", linear="each", when=keeps_sums)
+def _(x, kernel, *, dimension_numbers, feature_group_count, batch_group_count, **_):
+    """b c x!, o c k! -> b o y!: channels contract; a window needs what lies beside it"""
+    n, sides = dimension_numbers, []
+    # a dim that comes in groups has another size, or another order, on the other side
+    grouped = {"c", "o"} if feature_group_count > 1 else {"b", "o"} if batch_group_count > 1 else ()
+    for name, spec, leading in (
+        ("x", n.lhs_spec, "bc"),
+        ("k", n.rhs_spec, "oc"),
+        ("y", n.out_spec, "bo"),
+    ):
+        words = [f"{name}{f}!" if f in grouped else f for f in leading]
+        words += [f"{name}{d}!" for d in range(len(spec) - 2)]
+        sides.append(" ".join(words[spec.index(d)] for d in range(len(spec))))
+    return f"{sides[0]}, {sides[1]} -> {sides[2]}"

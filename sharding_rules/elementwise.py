@@ -17,7 +17,7 @@ def is_integer(dtype) -> bool:
 elementwise(
     """abs acos acosh asin atan2 atanh bessel_i0e bessel_i1e clz cos cosh digamma eq erf_inv erfc ge
     gt igamma igamma_grad_a igammac integer_pow is_finite le lgamma log log1p log2 lt mulhi ne
-    nextafter one_minus_square polygamma population_count pow reduce_precision
+    nextafter one_minus_square polygamma polynomial population_count pow reduce_precision
     regularized_incomplete_beta rem rsqrt shift_left shift_right_arithmetic shift_right_logical sin
     sqrt square tan xor zeta"""
 )
@@ -29,7 +29,7 @@ elementwise("copy name stop_gradient", linear="0", moves=True)
 elementwise("add add_any complex sub", linear="jointly")
 elementwise("mul", linear="each")
 elementwise("div", linear="0", when=inexact)
-elementwise("select_n", linear="1:")
+elementwise("select_n", linear="1:", moves=True)
 
 
 @rule("sign", monotone=True, when=lambda ins, outs, params: ins[0].dtype.kind != "c")

@@ -38,13 +38,16 @@ def _(table, indices, *, dimension_numbers, slice_sizes, out, **_):
     windows = window_dims(len(table), n.collapsed_slice_dims, n.operand_batching_dims)
     result = [""] * len(out[0])
     for d, o in zip(windows, n.offset_dims, strict=True):
-        whole = d in n.start_index_map or slice_sizes[d] != table.shape[d]
+        whole = slice_sizes[d] != table.shape[d]  # else it starts at 0, whatever the index
         result[o] = f"window{d}!" if whole else table.factors[d]
         table = table.whole(d) if whole else table
     rest = iter(indices[:-1])
     result = [factor or next(rest) for factor in result]
     fixed = [d for d in n.collapsed_slice_dims if d not in n.start_index_map]
-    return f"{table.whole(*fixed)}, {indices} -> {' '.join(result) or '-'}"
+    found = [d for d in n.collapsed_slice_dims if d in n.start_index_map]
+    # truth values have no sum: what is masked is False, and the largest counts
+    rows = [f"S{d}, R -> P(max)" for d in found if table.dtype.name == "bool"]
+    return f"{table.whole(*fixed)}, {indices} -> {' '.join(result) or '-'}", rows
 
 
 @local("gather")
@@ -101,14 +104,12 @@ def fill_value(call, dtype):
     return jnp.asarray(True if value is None else value, dtype)
 
 
-def scatter(names: str, linear: str | None = None, adds: bool = False) -> None:
-    @rule(names, linear=linear)
-    def _(table, indices, updates, *, dimension_numbers, **_):
-        """v d, b! 1!, b! d -> v d: rows outside a device's part are dropped there
+def scatter(names: str, shared: str = "", **kinds) -> None:
+    """`shared`: placements of table and result that let b be sharded, such as `P -> P`."""
 
-        Where updates are added, sharding b leaves a partial sum, so the table that they are added
-        to must be one as well.
-        """
+    @rule(names, **kinds)
+    def _(table, indices, updates, *, dimension_numbers, **_):
+        """v d, b! 1!, b! d -> v d: rows outside a device's part are dropped there"""
         n = dimension_numbers
         indices = batch_factors(
             indices, n.scatter_indices_batching_dims, table[n.operand_batching_dims]
@@ -116,19 +117,24 @@ def scatter(names: str, linear: str | None = None, adds: bool = False) -> None:
         windows = window_dims(len(table), n.inserted_window_dims, n.operand_batching_dims)
         update = [""] * len(updates)
         for d, u in zip(windows, n.update_window_dims, strict=True):
-            whole = d in n.scatter_dims_to_operand_dims or updates.shape[u] != table.shape[d]
+            whole = updates.shape[u] != table.shape[d]  # else it starts at 0, whatever the index
             update[u] = f"window{d}!" if whole else table.factors[d]
             table = table.whole(d) if whole else table
         loops = [u for u, factor in enumerate(update) if not factor]
         batching = set(n.scatter_indices_batching_dims)
-        sums = [f"P, S{i}, S{u} -> P" for i, u in enumerate(loops) if i not in batching]
+        before, _, after = shared.partition(" -> ")
+        rows = [
+            f"{before}, S{i}, S{u} -> {after}"
+            for i, u in enumerate(loops)
+            if i not in batching and shared
+        ]
         factors = [f if i in batching else f"{f}!" for i, f in enumerate(indices.factors[:-1])]
         for i, u in enumerate(loops):
             update[u] = factors[i]
         fixed = [d for d in n.inserted_window_dims if d not in n.scatter_dims_to_operand_dims]
         table = table.whole(*fixed)
         where = " ".join([*factors, indices.factors[-1]])
-        return f"{table}, {where}, {' '.join(update) or '-'} -> {table}", sums if adds else []
+        return f"{table}, {where}, {' '.join(update) or '-'} -> {table}", rows
 
     @local(names)
     def _(call, table, indices, updates):
@@ -141,7 +147,9 @@ def scatter(names: str, linear: str | None = None, adds: bool = False) -> None:
         # XLA on the CPU (jaxlib 0.10) merges a slice into a scatter and then lets a dropped index
         # write into the slice's last row; the slice may come from a redistribution to this row
         (table,) = _jax.optimization_barrier([table])
-        if not any(where.axes_on(d) for d in n.scatter_dims_to_operand_dims):
+        searched = [d for d in n.scatter_dims_to_operand_dims if d in n.inserted_window_dims]
+        sharded = [d for d in searched if where.axes_on(d)]
+        if not sharded:
             return call.bind(table, indices, updates)
         indices = wide(indices)
         windows = window_dims(len(full), n.inserted_window_dims, n.operand_batching_dims)
@@ -154,7 +162,7 @@ def scatter(names: str, linear: str | None = None, adds: bool = False) -> None:
             index = indices[..., column]
             if mode == CLIP:
                 index = jnp.clip(index, 0, full[d] - extent[d])
-            if where.axes_on(d):
+            if d in sharded:
                 shard, part = call.shard(where, d)[0], table.shape[d]
                 index = index - shard * part
                 index = jnp.where((index >= 0) & (index < part), index, part)  # dropped
@@ -165,7 +173,10 @@ def scatter(names: str, linear: str | None = None, adds: bool = False) -> None:
         )  # fmt: skip
 
 
-scatter("scatter-add scatter-sub", linear="0 2", adds=True)
-scatter("scatter", linear="0 2")
+# The table counts once, so where updates are sharded it must hold terms or not count when it is
+# held by many.
+scatter("scatter-add scatter-sub", linear="0 2", shared="P -> P")
+scatter("scatter-max", shared="R -> P(max)")
+scatter("scatter-min", shared="R -> P(min)")
 scatter("scatter-mul", linear="0")
-scatter("scatter-max scatter-min")
+scatter("scatter", linear="0 2", moves=True)

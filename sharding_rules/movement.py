@@ -108,32 +108,35 @@ def _(x, *, reps, **_):
     return f"{x.whole(*repeated)} -> {renamed(x, repeated, 'tiled')}"
 
 
+def every_part(start, step, full, result) -> bool:
+    """A slice that takes the same elements of every part: all, or each `step`-th one."""
+    return start < step and result * step == full
+
+
 @rule("slice", **moves)
-def _(x, *, start_indices, limit_indices, strides, **_):
-    strides = strides or (1,) * len(x)
+def _(x, *, start_indices, strides, out, **_):
+    """b n -> b cut!, but b n -> b n for x[:, ::2]"""
+    steps = strides or (1,) * len(x)
+    parts = zip(start_indices, steps, x.shape, out[0].shape, strict=True)
     cut = [
-        d
-        for d, (start, stop, step) in enumerate(
-            zip(start_indices, limit_indices, strides, strict=True)
-        )
-        if (start, stop, step) != (0, x.shape[d], 1)
+        d for d, (start, step, *sizes) in enumerate(parts) if not every_part(start, step, *sizes)
     ]
     return f"{x.whole(*cut)} -> {renamed(x, cut, 'cut')}"
 
 
 @local("slice")
 def _(call, x):
+    steps = call.params["strides"] or (1,) * x.ndim
+    starts, limits = call.params["start_indices"], call.params["limit_indices"]
+    parts = zip(starts, steps, call.in_avals[0].shape, call.out_avals[0].shape, strict=True)
     limits = [
-        part if (start, stop) == (0, full) else stop
-        for start, stop, full, part in zip(
-            call.params["start_indices"], call.params["limit_indices"],
-            call.in_avals[0].shape, x.shape, strict=True,
-        )
-    ]  # fmt: skip
+        x.shape[d] if every_part(start, step, *sizes) else limits[d]
+        for d, (start, step, *sizes) in enumerate(parts)
+    ]
     return call.bind(x, limit_indices=tuple(limits))
 
 
-@rule("pad", linear="jointly")
+@rule("pad", linear="jointly", moves=True)
 def _(x, value, *, padding_config, **_):
     padded = [d for d, config in enumerate(padding_config) if tuple(config) != (0, 0, 0)]
     return f"{x.whole(*padded)}, - -> {renamed(x, padded, 'padded')}"
@@ -176,7 +179,7 @@ def _(call, x, *starts):
     return call.bind(x, *starts, slice_sizes=call.out_shape())
 
 
-@rule("dynamic_update_slice", linear="0 1")
+@rule("dynamic_update_slice", linear="0 1", moves=True)
 def _(x, update, *starts, **_):
     cut = [d for d, size in enumerate(update.shape) if size != x.shape[d]]
     x = x.whole(*cut)
