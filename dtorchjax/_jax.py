@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextvars
 import functools
 import glob
 import linecache
@@ -36,12 +35,22 @@ ShapedArray = jax_core.ShapedArray
 # ---- tracing -----------------------------------------------------------------------------------
 
 
-_in_whole_trace: contextvars.ContextVar[bool] = contextvars.ContextVar("whole", default=False)
+def settings() -> tuple[Any, ...]:
+    """The configuration that changes what a function traces to or computes."""
+    names = (
+        "jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable",
+        "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_default_prng_impl",
+    )  # fmt: skip
+    return tuple(getattr(jax.config, name) for name in names)
+
+
+# part of the key of jax's own caches: what is traced inside differs from what is traced outside
+_whole_trace = jax.make_user_context(default_value=False)
 
 
 def in_whole_trace() -> bool:
     """True while `trace_whole` runs a user's function."""
-    return _in_whole_trace.get()
+    return bool(_whole_trace.value)
 
 
 def whole_aval(x: Any) -> jax.ShapeDtypeStruct:
@@ -64,21 +73,18 @@ def trace_whole(
     """
     # of a real mesh: a hand-made AbstractMesh lacks the device kind, so equals none
     untyped = mesh_of_type(mesh, AxisType.Auto).abstract_mesh
-    token = _in_whole_trace.set(True)
     try:
-        with jax.sharding.use_abstract_mesh(untyped):
+        with _whole_trace(True), jax.sharding.use_abstract_mesh(untyped):
             return jax.make_jaxpr(fun, return_shape=True)(*avals)
-    except (ValueError, AssertionError, TypeError) as error:
-        if not any(word in str(error) for word in ("Explicit", "Auto", "out_sharding", "mesh")):
+    except (ValueError, AssertionError, TypeError):
+        if AxisType.Explicit not in mesh.axis_types:
             raise
         typed = mesh_of_type(mesh, AxisType.Explicit).abstract_mesh
-        with jax.sharding.use_abstract_mesh(typed):
+        with _whole_trace(True), jax.sharding.use_abstract_mesh(typed):
             return jax.make_jaxpr(fun, return_shape=True)(*(
                 jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(typed, s))
                 for a, s in zip(avals, specs, strict=True)
             ))  # fmt: skip
-    finally:
-        _in_whole_trace.reset(token)
 
 
 def without_dead_code(closed: Any) -> Any:
@@ -283,6 +289,16 @@ def imported_names(file: str) -> frozenset[str]:
         if isinstance(statement, ast.Import | ast.ImportFrom)
         for alias in statement.names
     )
+
+
+@functools.lru_cache(maxsize=256)
+def function_names(file: str) -> frozenset[str]:
+    """The names that a file gives to functions."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return frozenset()
+    return frozenset(d.name for d in ast.walk(tree) if isinstance(d, ast.FunctionDef))
 
 
 def where(eqn: Any) -> Where | None:

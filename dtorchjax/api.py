@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import numpy as jnp
@@ -16,7 +16,7 @@ from dtorchjax.annotate import redistribute
 from dtorchjax.arguments import is_placements, spread_prefix, to_layout
 from dtorchjax.dtensor import DTensor, distribute_tensor, sharding
 from dtorchjax.errors import PlacementError
-from dtorchjax.placements import Layout
+from dtorchjax.placements import Layout, Partial, R
 from dtorchjax.plan import Plan
 from dtorchjax.program import (
     Program,
@@ -53,6 +53,12 @@ def distribute(tree: Any, mesh: Mesh, placements: Any) -> Any:
     )
 
 
+class _Settled(NamedTuple):
+    arrive: list[Layout]
+    wanted: list[Layout]
+    paths: list[str]
+
+
 class Jitted:
     """A function compiled by `dt.jit`. Call it, or ask `explain` and `lower`."""
 
@@ -63,15 +69,26 @@ class Jitted:
         functools.update_wrapper(self, fun, updated=())
         static = options["static_argnames"]
         names = {static} if isinstance(static, str) else set(static)
-        try:
-            parameters = list(inspect.signature(fun).parameters)
-        except (TypeError, ValueError):
-            parameters = []
         numbers = _numbers(options["static_argnums"])
-        names |= {parameters[i] for i in numbers if -len(parameters) <= i < len(parameters)}
-        numbers |= {i for i, name in enumerate(parameters) if name in names}
+        try:
+            parameters = list(inspect.signature(fun).parameters.values())
+        except (TypeError, ValueError):  # a builtin
+            parameters = []
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        positional = [p.name for p in parameters if p.kind in kinds]
+        open_ended = len(positional) < len(parameters)
+        unknown = names - {p.name for p in parameters}
+        if parameters and unknown and all(p.kind != p.VAR_KEYWORD for p in parameters):
+            raise ValueError(f"{self._name()} has no arguments {sorted(unknown)} (static_argnames)")
+        if not open_ended:  # numbers and names say the same
+            names |= {positional[i] for i in numbers if -len(positional) <= i < len(positional)}
+        numbers |= {i for i, name in enumerate(positional) if name in names}
         self.static_numbers, self.static_names = numbers, names
         self.donated = _numbers(options["donate_argnums"])
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        """A method compiled in its class: `self` is the first argument."""
+        return self if owner is None else functools.partial(self, owner)
 
     # ---- arguments
 
@@ -125,22 +142,28 @@ class Jitted:
         leaves, tree = jax.tree.flatten((dynamic, named), is_leaf=is_dtensor)
         mesh = self._mesh(leaves)
         layouts = [layout_as_it_lies(x, mesh) for x in leaves]
-        key = (
-            tree, static, mesh, tuple(layouts),
-            tuple(_aval_key(x) for x in leaves),
-        )  # fmt: skip
+        # 1, 1.0 and True are equal but trace to different programs
+        call = tree, static, _types(static), mesh, _jax.settings()
+        avals = tuple(_aval_key(x) for x in leaves)
+        key = (*call, avals, tuple(layouts))
         program = self.programs.get(key)
         if program is None:
-            program = self._compile(dynamic, named, static, numbers, mesh, leaves, tree, layouts)
-            self.programs[key] = program
+            lie = self._settle(dynamic, named, numbers, mesh, leaves, layouts)
+            # arrays from the host and arrays that lie as those would be put are one program
+            settled = (*call, avals, tuple(lie.arrive))
+            program = self.programs.get(settled)
+            if program is None:
+                program = self._compile(dynamic, named, static, numbers, mesh, leaves, tree, lie)
+            self.programs[key] = self.programs[settled] = program
         return program, leaves, any(map(is_dtensor, leaves))
 
     # ---- compilation
 
-    def _compile(
-        self, dynamic: tuple, named: dict, static: tuple, numbers: set[int], mesh: Mesh,
-        leaves: list[Any], tree: Any, layouts: list[Layout | None],
-    ) -> Program:  # fmt: skip
+    def _settle(
+        self, dynamic: tuple, named: dict, numbers: set[int], mesh: Mesh, leaves: list[Any],
+        layouts: list[Layout | None],
+    ) -> _Settled:  # fmt: skip
+        """Where the arguments lie, or will be put, and where they are wanted."""
         paths = [
             _label(path)
             for path, _ in jax.tree_util.tree_flatten_with_path(
@@ -154,13 +177,19 @@ class Jitted:
             for p, x, what in zip(said, leaves, paths, strict=True)
         ]
         arrive = [
-            known or wanted or to_layout("R", mesh, shape_of(x))
+            known or (_without_partial(wanted) if wanted else to_layout("R", mesh, shape_of(x)))
             for known, wanted, x in zip(layouts, asked, leaves, strict=True)
         ]
         arrive = [
             w.resolve(shape_of(x), what) for w, x, what in zip(arrive, leaves, paths, strict=True)
         ]
         wanted = [a or w for a, w in zip(asked, arrive, strict=True)]
+        return _Settled(arrive, wanted, paths)
+
+    def _compile(
+        self, dynamic: tuple, named: dict, static: tuple, numbers: set[int], mesh: Mesh,
+        leaves: list[Any], tree: Any, lie: _Settled,
+    ) -> Program:  # fmt: skip
         positions = dict(static)
 
         def flat(*xs: Any) -> Any:
@@ -175,21 +204,25 @@ class Jitted:
             flat,
             mesh,
             [whole_aval(x) for x in leaves],
-            arrive,
-            wanted,
-            lambda shapes: self._out_layouts(shapes, (dynamic, named), wanted, mesh),
-            paths,
+            lie.arrive,
+            lie.wanted,
+            lambda shapes: self._out_layouts(shapes, (dynamic, named), lie.wanted, mesh),
+            lie.paths,
             strict=self.options["redistribute"] == "never",
-            donated=self._donated_leaves(tree, leaves, len(dynamic)),
+            donated=self._donated_leaves(tree, leaves, len(dynamic), numbers),
         )
 
-    def _donated_leaves(self, tree: Any, leaves: list[Any], n_args: int) -> tuple[int, ...]:
+    def _donated_leaves(
+        self, tree: Any, leaves: list[Any], n_args: int, numbers: set[int]
+    ) -> tuple[int, ...]:
+        """The leaves of donated arguments; numbers count all positional arguments."""
         if not self.donated:
             return ()
         dynamic, _ = jax.tree.unflatten(tree, range(len(leaves)))
-        # numbers count all positional arguments, static ones too
-        kept = [i for i in range(n_args + len(self.static_numbers)) if i not in self.static_numbers]
-        chosen = [jax.tree.leaves(a) for i, a in zip(kept, dynamic) if i in self.donated]
+        count = n_args + len(numbers)
+        donated = {i + count if i < 0 else i for i in self.donated}
+        kept = [i for i in range(count) if i not in numbers]
+        chosen = [jax.tree.leaves(a) for i, a in zip(kept, dynamic, strict=True) if i in donated]
         return tuple(sorted(i for group in chosen for i in group))
 
     def _prefix_of(self, dynamic: tuple, numbers: set[int]) -> Any:
@@ -224,8 +257,11 @@ class Jitted:
         program, leaves, wrap = self._prepare(args, kwargs)
         layouts = program.in_layouts
         results = program(*(storage_of(x, w) for x, w in zip(leaves, layouts, strict=True)))
-        wrapped = [
-            DTensor(x, layout) if wrap or layout.joint.partial_axes() else x
+        wrapped = [  # under jax.grad a loss must be an array, not a pytree of one
+            DTensor(x, layout)
+            if (wrap and not (x.ndim == 0 and isinstance(x, _jax.Tracer)))
+            or layout.joint.partial_axes()
+            else x
             for x, layout in zip(results, program.out_layouts, strict=True)
         ]
         return jax.tree.unflatten(program.out_tree, wrapped)
@@ -260,6 +296,18 @@ class Jitted:
             for x, w in zip(leaves, program.in_layouts, strict=True)
         ]
         return program.run.lower(*avals, *program.constants)
+
+
+def _types(value: Any) -> Any:
+    """The types of a static value and of what is in it: 1, 1.0 and True are equal."""
+    inner = tuple(map(_types, value)) if isinstance(value, tuple | frozenset) else ()
+    return type(value), inner
+
+
+def _without_partial(layout: Layout) -> Layout:
+    """Where an array from the host is put that is wanted partial."""
+    found = tuple(R if isinstance(p, Partial) else p for p in layout.placements)
+    return Layout(layout.mesh, found, layout.order)
 
 
 def _numbers(given: int | Iterable[int] | None) -> set[int]:

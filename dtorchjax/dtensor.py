@@ -196,7 +196,8 @@ class DTensor:
             return text + ": partial terms, reduce_partial() gives the value)"
         if isinstance(self.storage, _jax.Tracer) or not isinstance(self.storage, jax.Array):
             return text + ")"
-        if not self.storage.is_fully_addressable or self.size > 1000:
+        keys = jnp.issubdtype(self.dtype, jax.dtypes.prng_key)
+        if keys or not self.storage.is_fully_addressable or self.size > 1000:
             return text + ")"
         return text + ",\n" + np.array2string(self._value(), separator=", ") + ")"
 

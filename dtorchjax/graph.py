@@ -263,6 +263,14 @@ class _Builder:
         test, test_constants = _jax.open_jaxpr(p["cond_jaxpr"])
         body, body_constants = _jax.open_jaxpr(p["body_jaxpr"])
         nt, nb = p["cond_nconsts"], p["body_nconsts"]
+        if test.outvars[0].aval.shape:
+            raise located(
+                PlacementError(
+                    "a while loop with one predicate per row (a vmap of while_loop) is not "
+                    "supported yet: loop until all rows are done, with jnp.any in the condition"
+                ),
+                place,
+            )
         scopes = [Scope(scope.weight * WHILE_TRIPS, scope.times) for _ in range(2)]
         after = [Value(v.aval, scope) for v in eqn.outvars]
         given = [
@@ -360,9 +368,10 @@ def build(
     ]
     constants = builder.close(closed.consts, jaxpr, builder.top)
     values = []
-    for node, where, asked in zip(inputs, in_layouts, wanted, strict=True):
+    used = {id(v) for e in jaxpr.eqns for v in e.invars} | {id(v) for v in jaxpr.outvars}
+    for var, node, where, asked in zip(jaxpr.invars, inputs, in_layouts, wanted, strict=True):
         value = node.outputs[0]
-        if asked != where:
+        if asked != where and id(var) in used:
             placed = Value(value.aval, builder.top)
             port = builder.node(
                 "port", [value], [placed], fixed=asked, label=node.label, asked=True

@@ -244,12 +244,16 @@ class Layout:
     def resolve(self, shape: Sequence[int], what: str = "array") -> Layout:
         """The same layout with dims counted from the front, checked against `shape`.
 
+        P on an axis of size 1 becomes R.
+
         Raises PlacementError for a dim that does not exist, a dim that does not divide by the
         number of its parts, and `blocks` (not supported yet).
         """
         rank = len(shape)
         found: list[Placement] = []
         for name, p in zip(self.mesh.axis_names, self.placements, strict=True):
+            if isinstance(p, Partial) and self.mesh.shape[name] == 1:
+                p = R  # one term is the value
             if isinstance(p, Shard):
                 dim = p.dim + rank if p.dim < 0 else p.dim
                 if not 0 <= dim < rank:

@@ -259,10 +259,10 @@ class Plan:
 
 
 class Infeasible(Exception):
-    """Without communication no choice of rows fits."""
+    """No choice of rows fits: without communication, or at all (a partial result nobody makes)."""
 
     def __init__(self, labels: Labels):
-        super().__init__("no plan without communication")
+        super().__init__("no plan")
         self.labels = labels
 
 
@@ -276,7 +276,7 @@ def make_plan(graph: Graph, mesh: Any, strict: bool = False) -> Plan:
     if len(axes) <= 2 or _most_rows(graph, len(axes)) <= MOST_ROWS:
         labels = Labels(graph, sizes)
         solution = solve(pose(labels, strict))
-        if strict and solution.cost >= cost.IMPOSSIBLE / 2:
+        if solution.cost >= cost.IMPOSSIBLE / 2:
             raise Infeasible(labels)
         rows, bound = _chosen(labels, solution), solution.bound
     else:
@@ -315,12 +315,12 @@ def _by_pairs_of_axes(
         before = best
         for pair in itertools.combinations(axes, 2):
             labels = Labels(graph, sizes, rows, pair)
-            solution = solve(pose(labels, strict))
+            solution = solve(pose(labels, strict), small=4, large=8)
             if solution.cost < best - 1e-6:
                 rows, best = _chosen(labels, solution), solution.cost
         if best >= before * 0.999:
             break
-    if strict and best >= cost.IMPOSSIBLE / 2:
+    if best >= cost.IMPOSSIBLE / 2:
         raise Infeasible(Labels(graph, sizes))
     labels = Labels(graph, sizes, rows, ())
     return labels, solve(pose(labels, strict)), rows

@@ -171,15 +171,21 @@ def make_program(
     try:
         plan = make_plan(graph, mesh, strict=strict)
     except Infeasible as infeasible:
-        raise explain_mismatch(infeasible.labels, mesh) from None
+        if strict:
+            raise explain_mismatch(infeasible.labels, mesh) from None
+        asked = [str(r.layout) for r in results if r.layout and r.layout.joint.partial_axes()]
+        raise PlacementError(
+            f"no operation of the program leaves the partial result that is asked for: {asked}"
+        ) from None
     given = [
         result.layout or Layout(mesh, (j := plan.rows[node].inputs[0]).placements, j.order)
         for result, node in zip(results, graph.outputs, strict=True)
     ]
     constants = []
-    for x, node in zip(graph.constant_values, graph.constants, strict=True):
-        storage = storage_spec(plan.rows[node].outputs[0], np.ndim(x), mesh.axis_names)
-        constants.append(jax.device_put(x, NamedSharding(mesh, storage)))
+    with jax.ensure_compile_time_eval():  # an outer trace must not get hold of them
+        for x, node in zip(graph.constant_values, graph.constants, strict=True):
+            storage = storage_spec(plan.rows[node].outputs[0], np.ndim(x), mesh.axis_names)
+            constants.append(jax.device_put(x, NamedSharding(mesh, storage)))
     run = jax.jit(lower(plan), donate_argnums=donated)
     return Program(fun, plan, run, arrive, given, out_tree, avals, out_avals, constants)
 
@@ -217,9 +223,17 @@ def layout_as_it_lies(x: Any, mesh: Mesh) -> Layout | None:
 @functools.lru_cache(maxsize=4096)
 def _layout_on(found: NamedSharding, mesh: Mesh, rank: int, is_array: bool) -> Layout | None:
     if found.mesh.axis_names != mesh.axis_names:
+        if is_array and not found.is_fully_replicated:
+            raise PlacementError(
+                f"an argument lies on another mesh, with axes {found.mesh.axis_names}, not "
+                f"{mesh.axis_names}"
+            )
         return None
     if isinstance(found.mesh, Mesh) and found.mesh.devices.tolist() != mesh.devices.tolist():
-        raise PlacementError(f"an argument lies on another mesh: {found.mesh} and {mesh}")
+        raise PlacementError(
+            f"an argument lies on a mesh with other devices: {found.mesh.devices.tolist()} and "
+            f"{mesh.devices.tolist()}"
+        )
     found = NamedSharding(mesh, found.spec)
     return layout_of_sharding(found, rank) if is_array or found.spec else None
 

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -283,7 +283,24 @@ def permutation(source: Joint, target: Joint, axes: Sequence[int], sizes: Sequen
     return [(next(takers[block(target, place)]), number) for number, place in enumerate(places)]
 
 
-REDUCE: dict[str, Callable[..., Any]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+def reduce_extreme(x: Any, over: tuple[str, ...], op: str) -> Any:
+    """The max or min over mesh axes; nan wins, which XLA's all-reduce on the CPU forgets.
+
+    Floats are compared as integers of the same order, in which nan is the most extreme.
+    """
+    reduction = {"max": lax.pmax, "min": lax.pmin}[op]
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return reduction(x, over)
+    integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
+    bounds = jnp.iinfo(integer)
+
+    def flip(i: Any) -> Any:  # negative floats are ordered the other way round
+        return jnp.where(i < 0, i ^ bounds.max, i)
+
+    ordered = flip(lax.bitcast_convert_type(x, integer))
+    extreme = bounds.max if op == "max" else bounds.min
+    ordered = jnp.where(jnp.isnan(x), jnp.asarray(extreme, integer), ordered)
+    return lax.bitcast_convert_type(flip(reduction(ordered, over)), x.dtype)
 
 
 def apply_move(x: Any, move: Move, names: Sequence[str], sizes: Sequence[int]) -> Any:
@@ -299,7 +316,8 @@ def apply_move(x: Any, move: Move, names: Sequence[str], sizes: Sequence[int]) -
         start = position(move.axes, names, sizes) * size
         return lax.dynamic_slice_in_dim(x, start, size, move.dim)
     if move.kind == "mask":
-        return jnp.where(position(move.axes, names, sizes) == 0, x, jnp.zeros_like(x))
+        first = position(move.axes, names, sizes) == 0
+        return jnp.where(first, x, jnp.zeros_like(x))
     if move.kind == "all-gather":
         return lax.all_gather(x, over, axis=move.dim, tiled=True)
     if move.kind == "all-to-all":
@@ -310,4 +328,4 @@ def apply_move(x: Any, move: Move, names: Sequence[str], sizes: Sequence[int]) -
         return lax.ppermute(x, over, permutation(move.source, move.target, move.axes, sizes))
     if move.op == "prod":
         return jnp.prod(lax.all_gather(x, over, axis=0, tiled=False), axis=0, dtype=x.dtype)
-    return REDUCE[move.op](x, over)
+    return lax.psum(x, over) if move.op == "sum" else reduce_extreme(x, over, move.op)

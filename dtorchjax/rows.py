@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from dtorchjax import _jax
 from dtorchjax.graph import Graph, Node, Value
 from dtorchjax.notation import PlacementSignature, Row
 from dtorchjax.placements import Joint, Partial, R, Shard, divides, joint, kinds_of
@@ -29,7 +30,12 @@ def signature(node: Node) -> PlacementSignature:
     rule = find_rule(node.name)
     key: Any = None
     try:
-        key = (rule, *((a.shape, a.dtype) for a in (*ins, *outs)), *sorted(node.params.items()))
+        key = (
+            rule,
+            _jax.settings(),
+            *((a.shape, a.dtype) for a in (*ins, *outs)),
+            *sorted(node.params.items()),
+        )
         if key in _signatures:
             return _signatures[key]
     except TypeError:  # a parameter that cannot be hashed or sorted

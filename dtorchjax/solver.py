@@ -77,9 +77,10 @@ class Solution:
     bound: float
 
 
-def solve(problem: Problem, seed: int = 0) -> Solution:
+def solve(problem: Problem, seed: int = 0, small: int = 8, large: int = 24) -> Solution:
     """Labels of low cost, the cost, and a lower bound of it.
 
+    The mixed-integer step keeps `small` labels per variable, `large` where there are many.
     Deterministic for one seed: it never looks at a clock.
     """
     reduction = Reduction(problem)
@@ -93,7 +94,7 @@ def solve(problem: Problem, seed: int = 0) -> Solution:
     best = descend(core_problem, core, labels, rng)
     gap = 1e-3 * (abs(best[1]) + abs(reduction.constant))
     if best[1] - bound > gap:
-        found = mixed_integer(core_problem, core, messages.margins(), best[0])
+        found = mixed_integer(core_problem, core, messages.margins(), best[0], small, large)
         if found is not None:
             best = min(best, descend(core_problem, core, found, rng), key=lambda f: f[1])
     return Solution(
@@ -340,8 +341,8 @@ def mixed_integer(
     order: Sequence[int],
     margins: dict[int, np.ndarray],
     labels: dict[int, int],
-    small: int = 8,
-    large: int = 24,
+    small: int,
+    large: int,
 ) -> dict[int, int] | None:
     """The best labels among the few per variable with the least margin; None if none was found.
 

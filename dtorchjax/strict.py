@@ -8,6 +8,7 @@ first equation that is left without a row is where the program fails.
 from __future__ import annotations
 
 import ast
+import builtins
 from collections.abc import Iterable, Sequence
 
 from dtorchjax import _jax
@@ -80,8 +81,12 @@ class _Report:
         self.have = [found.placements(v)[0] for v in node.inputs if v.producer in found.rows]
         self.axes = self._failing_axes()
         self.axis = self.axes[0] if self.axes else None
+        maker = node.inputs[0].producer if node.kind == "output" else None
+        self.where = node.where or (maker.where if maker else None)
 
     def _failing_axes(self) -> list[int]:
+        if self.node.kind == "output" and self.node.fixed is None:
+            return list(self.have[0].partial_axes())
         if self.node.kind != "equation":
             wanted = self.labels.of[self.node][0].inputs
             return [
@@ -101,7 +106,7 @@ class _Report:
         return failing
 
     def error(self) -> PlacementMismatchError:
-        node, where = self.node, self.node.where
+        node, where = self.node, self.where
         if node.kind == "equation":
             table = PlacementSignature(signature(node).rows)
         else:
@@ -153,8 +158,7 @@ class _Report:
     # ---- remedies: redistribute one value that enters the user's expression, and try
 
     def _remedies(self) -> list[Remedy]:
-        if self.axis is None:
-            return []
+        axes = self.axes or range(len(self.names))
         region = self._region()
         inside = {v for n in region for v in n.outputs}
         entering = list(
@@ -165,7 +169,7 @@ class _Report:
                 if v not in inside and v.producer is not None and v.producer.kind != "literal"
             )
         )
-        names = _argument_texts(self.node.where, len(entering), self.node.kind)
+        names = self._names(len(entering))
         found: list[Remedy] = []
         order: list[tuple[float, bool, str]] = []  # by bytes, then away from dims in use
         for value, name in zip(entering, names):
@@ -177,7 +181,7 @@ class _Report:
                 ]
                 if (
                     not changed
-                    or not set(changed) <= set(self.axes)
+                    or not set(changed) <= set(axes)
                     or any(isinstance(target.placements[a], Partial) for a in changed)
                     or target.order != tuple(range(len(self.names)))  # a dict cannot say it
                 ):
@@ -196,8 +200,13 @@ class _Report:
                 cost = f"{kinds}, {size_text(sent)} per device"
                 if not isinstance(result, Replicate):
                     cost += f", result {result}"
-                found.append(Remedy(f"dt.redistribute({name}, {{{where}}})", cost, float(sent)))
-                crowded = target.placements[self.axis] in have.placements
+                code = (
+                    f"dt.redistribute({name}, {{{where}}})"
+                    if name
+                    else f"out_placements={{{where}}}"
+                )
+                found.append(Remedy(code, cost, float(sent)))
+                crowded = any(target.placements[a] in have.placements for a in changed)
                 order.append((float(sent), crowded, kinds))
         best = sorted(range(len(found)), key=order.__getitem__)
         second = [
@@ -207,6 +216,12 @@ class _Report:
             or order[i][2] != order[best[0]][2]
         ]
         return [found[i] for i in best[:1] + second[:1]]
+
+    def _names(self, count: int) -> list[str]:
+        """What the user calls the arrays that enter; "" for a result: dt.jit says where it goes."""
+        if self.node.kind == "output":
+            return [""] * count
+        return _argument_texts(self.where, count)
 
     def _region(self) -> list[Node]:
         """The equations that the same expression of the user's made."""
@@ -256,7 +271,7 @@ def _words(placement: Placement) -> str:
     return str(placement)
 
 
-def _argument_texts(where: _jax.Where | None, count: int, kind: str) -> list[str]:
+def _argument_texts(where: _jax.Where | None, count: int) -> list[str]:
     """How the user wrote the `count` arrays that enter an expression, in order."""
     unknown = [f"operand_{i}" for i in range(count)]
     try:
@@ -280,5 +295,18 @@ def _argument_texts(where: _jax.Where | None, count: int, kind: str) -> list[str
         parts = [tree.operand]
     else:
         return unknown
-    texts = list(dict.fromkeys(ast.unparse(p) for p in parts if not isinstance(p, ast.Constant)))
+    assert where is not None
+    functions = _jax.function_names(where.file)
+    arrays = [p for part in parts for p in _arrays(part, functions)]
+    texts = list(dict.fromkeys(map(ast.unparse, arrays)))
     return texts[:count] if len(texts) >= count else unknown
+
+
+def _arrays(part: ast.expr, functions: frozenset[str]) -> list[ast.expr]:
+    """The parts of an argument that may be arrays: neither constants nor functions."""
+    if isinstance(part, ast.List | ast.Tuple):
+        return [p for item in part.elts for p in _arrays(item, functions)]
+    is_function = isinstance(part, ast.Lambda) or (
+        isinstance(part, ast.Name) and (part.id in functions or hasattr(builtins, part.id))
+    )
+    return [] if is_function or isinstance(part, ast.Constant) else [part]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from jax import numpy as jnp
+
 from dtorchjax.registry import elementwise, elementwise_sentence, rule
 
 
@@ -72,25 +74,29 @@ def _(low, x, high, *, out, **_):
     return elementwise_sentence([low, x, high], out), rows
 
 
+def as_precise(target, source) -> bool:
+    new, old = jnp.finfo(target), jnp.finfo(source)
+    return new.nmant >= old.nmant and new.maxexp >= old.maxexp
+
+
 @rule("convert_element_type")
 def _(x, *, out, new_dtype, **_):
-    """d -> d: a sum passes where no term is cut, a max where the order stays
+    """d -> d: a sum passes where no term is rounded or cut, a max where the order stays
 
-    An integer of less than 32 bits wraps around where its terms add up; once widened it would not.
+    Integers wrap around where their terms add up; as floats, or once widened, they would not. A sum
+    of large terms of both signs is small, so the terms must not be rounded more than the sum.
     """
     source, rows = x.dtype, []
     exact = not is_integer(new_dtype) and new_dtype.name != "bool"
     if is_integer(source):
-        wide = source.itemsize >= 4
-        keeps_sum = (
-            wide if exact else is_integer(new_dtype) and new_dtype.itemsize <= source.itemsize
-        )
+        keeps_sum = is_integer(new_dtype) and new_dtype.itemsize <= source.itemsize
         signed = source.kind == "i" and new_dtype.kind != "i"
         keeps_order = exact or (new_dtype.itemsize > source.itemsize and not signed)
     elif source.name == "bool":
         keeps_sum, keeps_order = False, True
     else:
-        keeps_sum, keeps_order = exact, new_dtype.name != "bool"
+        keeps_sum = exact and as_precise(new_dtype, source)
+        keeps_order = new_dtype.name != "bool"
     if keeps_sum:
         rows += ["P -> P"]
     if keeps_order and source.kind != "c" and new_dtype.kind != "c":
