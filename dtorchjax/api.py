@@ -400,6 +400,8 @@ def jit(
         redistribute=redistribute, static_argnums=static_argnums, static_argnames=static_argnames,
         donate_argnums=donate_argnums,
     )  # fmt: skip
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh is a jax.sharding.Mesh, not {mesh!r}; see dt.init_device_mesh")
     if fun is None:
         return lambda f: Jitted(f, **options)
     if not callable(fun):

@@ -179,9 +179,10 @@ def spread_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what: 
                 + (f"lack {sorted(map(str, missing))}" if missing else "")
             )
         else:
+            hint = f"; for one argument write ({prefix!r},)" if what == "args" else ""
             raise PlacementError(
                 f"{what} is a {type(tree).__name__}, but its placements are a "
-                f"{type(prefix).__name__}: {prefix!r}"
+                f"{type(prefix).__name__}: {prefix!r}{hint}"
             )
     found: list[Any] = []
     for (path, child), part in zip(children, parts, strict=True):

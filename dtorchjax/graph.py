@@ -199,6 +199,8 @@ class _Builder:
             return [result]
         if name == "optimization_barrier":
             return self.barrier(operands, scope)
+        if name == "device_put" and all(d is None for d in eqn.params["devices"]):
+            return operands
         if name not in RULES:
             raise located(missing_rule(name), self.where(eqn))
         results = [Value(var.aval, scope) for var in eqn.outvars]

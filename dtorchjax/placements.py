@@ -213,7 +213,8 @@ class Layout:
         if len(parsed) != len(names):
             raise PlacementError(
                 f"{len(parsed)} placements ({', '.join(map(str, parsed))}) for a mesh with "
-                f"{len(names)} axes {names}: one per axis, or a dict like {{{names[0]!r}: ...}}"
+                f"{len(names)} axes {names}: one per axis, or a dict like {{{names[0]!r}: ...}}; "
+                "for several arrays a list of lists"
             )
         if any(isinstance(p, Optional) for p in parsed):
             raise PlacementError("Optional() stands in signatures only, not in a layout")

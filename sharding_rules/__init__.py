@@ -14,6 +14,7 @@ from dtorchjax.sharding_rules import (
     movement,
     random,
     reductions,
+    refusals,
     windows,
 )
 
@@ -25,5 +26,6 @@ __all__ = [
     "movement",
     "random",
     "reductions",
+    "refusals",
     "windows",
 ]

@@ -184,3 +184,17 @@ def test_strict_names_of_arrays(mesh24):
         where = ("S0,R", "R,S0")
         dt.jit(crossed, mesh=mesh24, in_placements=where, redistribute="never")(x, x)
     assert caught.value.remedies
+
+
+def test_refusals_say_what_to_do(mesh8):
+    def prints(x):
+        jax.debug.print("{}", x)
+        return x * 2
+
+    with pytest.raises(dt.PlacementError, match=r"callbacks inside dt\.jit"):
+        dt.jit(prints, mesh=mesh8)(normal(0, 8))
+    same(dt.jit(lambda x: jax.device_put(x) + 1, mesh=mesh8)(normal(0, 8)), normal(0, 8) + 1)
+    with pytest.raises(TypeError, match=r"dt\.init_device_mesh"):
+        dt.jit(jnp.exp, mesh="dp")
+    with pytest.raises(dt.PlacementError, match=r"for one argument write"):
+        dt.jit(jnp.exp, mesh=mesh8, in_placements={"dp": "S0"})(normal(0, 8))
