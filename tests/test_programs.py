@@ -438,3 +438,49 @@ def test_the_local_function_that_ndim_zero_and_one_programs_make(mesh24):
     same(dt.jit(lambda: jnp.arange(8) * 2, mesh=mesh24)(), jnp.arange(8) * 2)
     same(dt.jit(lambda x: x + 1, mesh=mesh24)(2.0), 3.0)
     same(dt.jit(lambda x: x, mesh=mesh24)(normal(0, 4)), normal(0, 4))
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        (dict(a="R,S1", b=["R", "S0"]), "S0,R", (dt.Shard(0), "R")),
+        (dict(a=PartitionSpec(None, "tp"), b=PartitionSpec("tp")), PartitionSpec("dp"), "S0,R"),
+        ("R", ["S0", "R"], ["S0", "R"]),
+        (dt.by_path({"*": "R", "a": {"tp": "S1"}, "b": {"tp": "S-2"}}), "S0,R", None),
+        "R",
+        None,
+    ],
+)
+def test_every_form_of_in_placements(mesh24, where):
+    loss, plan = check(mlp_loss, mlp(), mesh24, where)
+    assert loss.shape == () and plan.bytes_per_device >= 0
+
+
+def test_layouts_and_shardings_as_placements(mesh24):
+    layout = dt.Layout(mesh24, ("S0", "S0"), ("tp", "dp"))
+    named = NamedSharding(mesh24, PartitionSpec(("tp", "dp")))
+    x = normal(0, 8, 16)
+    for form in (layout, named, PartitionSpec(("tp", "dp"))):
+        out, plan = check(lambda x: x * 2, (x,), mesh24, (form,), form)
+        assert out.sharding.is_equivalent_to(named, 2) and not plan.collectives
+    out, _ = check(lambda x: dict(a=x, b=(x + 1, x.sum())), (x,), mesh24, ("S0,R",), dict(
+        a="R,S1", b=("S1,S0", None)))  # fmt: skip
+    assert out["a"].sharding.spec == PartitionSpec(None, "tp")
+    assert out["b"][0].sharding.spec == PartitionSpec("tp", "dp")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(in_placements=(["R"], "R", "R")), r"args\[0\]\['a'\]: 1 placements"),
+        (dict(in_placements=(["R", "R"], ["R", "R"])), "args has 3 items, its placements 2"),
+        (dict(in_placements=(dict(a="R"), "R", "R")), r"args\[0\]: its placements lack \['b'\]"),
+        (dict(in_placements=("R", dict(z="S0"), "R")), "no mesh axis 'z'"),
+        (dict(in_placements=(dict(a="S0,S0", b="R"), "S0,S0", "S0,S0,R")), r"args\[2\]"),
+        (dict(out_placements=["S0", "R"]), "result"),
+        (dict(redistribute="sometimes"), "'auto' or 'never'"),
+    ],
+)
+def test_bad_arguments_are_named(mesh24, options, message):
+    with pytest.raises(ValueError, match=message):
+        dt.jit(mlp_loss, mesh=mesh24, **options)(*mlp())
