@@ -92,7 +92,7 @@ def without_dead_code(closed: Any) -> Any:
     jaxpr, _ = partial_eval.dce_jaxpr(
         closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True
     )
-    return core.ClosedJaxpr(jaxpr, closed.consts)
+    return closed.replace(jaxpr=jaxpr)
 
 
 # ---- equations that contain programs -------------------------------------------------------------

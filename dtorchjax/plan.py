@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from dtorchjax import cost, report
@@ -235,6 +236,15 @@ class Plan:
     def table(self) -> str:
         """The plan as text: every collective, who needs it where, totals."""
         return report.table_text(self)
+
+    def verify(self, compiled: jax.stages.Compiled) -> None:
+        """Compare with a compiled program, `step.lower(*args).compile()`.
+
+        Raises PlacementError with both figures where the bytes that it sends within groups of n
+        devices differ from the plan's by more than 2 % (and 64 bytes). XLA may merge or split
+        collectives; on the CPU it sends 16-bit floats as 32-bit ones.
+        """
+        report.verify(self, compiled.as_text() or "")
 
     def to_json(self) -> str:
         """The collectives and totals as JSON text."""

@@ -13,7 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dtorchjax.errors import size_text
+from dtorchjax import hlo
+from dtorchjax.errors import PlacementError, size_text
 from dtorchjax.graph import Barrier, Loop, Node, Scope, Value
 from dtorchjax.placements import Joint, local_shape
 
@@ -86,6 +87,26 @@ def to_html(plan: Plan) -> str:
         f"<p>{size_text(plan.bytes_per_device)} sent per device, "
         f"{size_text(plan.memory_per_device)} of arrays at the peak</p>"
     )
+
+
+def verify(plan: Plan, text: str) -> None:
+    """See `Plan.verify`; `text` is optimized HLO."""
+    sizes = dict(zip(plan.mesh.axis_names, plan.sizes, strict=True))
+    planned: dict[str, float] = collections.defaultdict(float)
+    found: dict[str, float] = collections.defaultdict(float)
+    for c in plan.collectives:
+        group = f"groups of {math.prod(sizes[a] for a in c.axes)}"
+        planned["permutes" if c.kind == "permute" else group] += c.bytes * c.times
+    for sent in hlo.collectives(text):
+        permute = sent.kind == "collective-permute"
+        found["permutes" if permute else f"groups of {sent.group}"] += sent.sent * sent.times
+    wrong = [
+        f"  {where}: planned {size_text(planned[where])}, compiled {size_text(found[where])}"
+        for where in sorted({*planned, *found})
+        if abs(planned[where] - found[where]) > max(64, 0.02 * found[where])
+    ]
+    if wrong:
+        raise PlacementError("\n".join(["the compiled program sends other bytes:", *wrong]))
 
 
 # ---- memory --------------------------------------------------------------------------------------

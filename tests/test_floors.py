@@ -17,6 +17,7 @@ FLOORS = {
         "dtorchjax/plan.py",
         "dtorchjax/solver.py",
         "dtorchjax/higher_order.py",
+        "dtorchjax/hlo.py",
         "dtorchjax/merge.py",
         "dtorchjax/report.py",
         "dtorchjax/rows.py",

@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import optax
 import pytest
-from hlo import collective_bytes
 from jax import lax
 from jax import numpy as jnp
 from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
 import dtorchjax as dt
+from dtorchjax.hlo import collective_bytes
 
 
 def normal(seed, *shape):
@@ -93,7 +93,9 @@ def check(
     if divided:
         whole = multiplications(jax.make_jaxpr(fun)(*args).jaxpr)
         assert multiplications(local) <= 1.05 * whole / mesh.size
-    plan, real = step.explain(*args), collective_bytes(step.lower(*args).compile().as_text())
+    plan, compiled = step.explain(*args), step.lower(*args).compile()
+    plan.verify(compiled)
+    real = collective_bytes(compiled.as_text())
     assert abs(plan.bytes_per_device - real) <= max(64, 0.02 * real), (plan.bytes_per_device, real)
     return out, plan
 
@@ -484,3 +486,12 @@ def test_layouts_and_shardings_as_placements(mesh24):
 def test_bad_arguments_are_named(mesh24, options, message):
     with pytest.raises(ValueError, match=message):
         dt.jit(mlp_loss, mesh=mesh24, **options)(*mlp())
+
+
+def test_verify_says_what_differs(mesh24):
+    x = normal(0, 8, 16)
+    one = dt.jit(lambda x: x * 2, mesh=mesh24, in_placements=("S0,R",), out_placements="S0,R")
+    other = dt.jit(lambda x: x * 2, mesh=mesh24, in_placements=("S0,R",), out_placements="R")
+    one.explain(x).verify(one.lower(x).compile())
+    with pytest.raises(dt.PlacementError, match=r"groups of 2: planned 0 B, compiled 256 B"):
+        one.explain(x).verify(other.lower(x).compile())

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 import simulated
-from hlo import collective_bytes, collectives
 
 import dtorchjax as dt
 from dtorchjax import dtensor
+from dtorchjax.hlo import collective_bytes, collectives
 from dtorchjax.placements import Joint, Layout, Partial, R, joint, kinds_of, parse_placements
 from dtorchjax.redistribute import states as states_of
 from dtorchjax.redistribute import table

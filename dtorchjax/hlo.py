@@ -1,5 +1,7 @@
 """What a compiled program really sends: collectives read from its optimized HLO text."""
 
+from __future__ import annotations
+
 import math
 import re
 from typing import NamedTuple
@@ -12,10 +14,12 @@ ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)$")
 
 
-class Collective(NamedTuple):
+class Sent(NamedTuple):
+    """One collective: `group` devices take part; `sent` bytes by one device in one execution."""
+
     kind: str
     group: int
-    sent: float  # by one device in one execution
+    sent: float
     times: int
 
 
@@ -64,14 +68,14 @@ def group_size(rest: str, devices: int) -> int:
     return devices
 
 
-def collectives(text: str) -> list[Collective]:
+def collectives(text: str) -> list[Sent]:
     """All collectives; in loops as often as they run, of a conditional the costliest branch."""
     parts, entry = computations(text)
     count = re.search(r"num_partitions=(\d+)", text)
     devices = int(count[1]) if count else 1
 
-    def walk(name: str, times: int) -> list[Collective]:
-        found: list[Collective] = []
+    def walk(name: str, times: int) -> list[Sent]:
+        found: list[Sent] = []
         for line in parts.get(name, ()):
             match = INSTRUCTION.match(line)
             if match is None:
@@ -80,10 +84,11 @@ def collectives(text: str) -> list[Collective]:
             kind = operation.removesuffix("-start")
             if kind in KINDS:
                 n = group_size(rest, devices)
-                found.append(Collective(kind, n, sent(kind, n, size_of(types)), times))
+                found.append(Sent(kind, n, sent(kind, n, size_of(types)), times))
             elif operation == "while":
                 trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', rest)
                 body = re.search(r"body=%?([\w.-]+)", rest)
+                assert body is not None, line
                 found += walk(body[1], times * (int(trips[1]) if trips else 1))
             elif operation == "conditional":
                 names = re.findall(r"(?:true|false)_computation=%?([\w.-]+)", rest)
