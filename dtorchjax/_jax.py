@@ -276,29 +276,28 @@ def is_library_program(jaxpr: Any) -> bool:
     return os.path.realpath(source.rpartition(" at ")[2]).startswith(_LIBRARIES)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
+def _syntax(file: str) -> ast.Module:
+    """The parsed file; an empty module if it cannot be read (a notebook's cell with magics)."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return ast.Module([], [])
+
+
 def imported_names(file: str) -> frozenset[str]:
     """The names that a file's import statements bind anywhere in it."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return frozenset()
     return frozenset(
         (alias.asname or alias.name).split(".")[0]
-        for statement in ast.walk(tree)
+        for statement in ast.walk(_syntax(file))
         if isinstance(statement, ast.Import | ast.ImportFrom)
         for alias in statement.names
     )
 
 
-@functools.lru_cache(maxsize=256)
 def function_names(file: str) -> frozenset[str]:
     """The names that a file gives to functions."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return frozenset()
-    return frozenset(d.name for d in ast.walk(tree) if isinstance(d, ast.FunctionDef))
+    return frozenset(d.name for d in ast.walk(_syntax(file)) if isinstance(d, ast.FunctionDef))
 
 
 def where(eqn: Any) -> Where | None:
