@@ -28,12 +28,15 @@ def nbytes(aval: Any) -> int:
 
 
 def flops(name: str, in_avals: Any, out_avals: Any, params: dict[str, Any]) -> int:
-    """Multiplies and adds of the whole equation; only contractions count."""
-    if name != "dot_general":
-        return 0
-    (contracted, _), _ = params["dimension_numbers"]
-    shape = in_avals[0].shape
-    return 2 * math.prod(out_avals[0].shape) * math.prod(shape[d] for d in contracted)
+    """Multiplies and adds of the whole equation; only contractions and convolutions count."""
+    result = 2 * math.prod(out_avals[0].shape) if out_avals else 0
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return result * math.prod(in_avals[0].shape[d] for d in contracted)
+    if name == "conv_general_dilated":
+        _, channels, *window = params["dimension_numbers"].rhs_spec
+        return result * math.prod(in_avals[1].shape[d] for d in (channels, *window))
+    return 0
 
 
 def work(name: str, in_avals: Any, out_avals: Any, params: dict[str, Any], moves: bool) -> float:

@@ -488,6 +488,20 @@ def test_bad_arguments_are_named(mesh24, options, message):
         dt.jit(mlp_loss, mesh=mesh24, **options)(*mlp())
 
 
+def test_convolutions_are_not_done_twice(mesh24):
+    def loss(kernel, x):
+        dims = ("NHWC", "HWIO", "NHWC")
+        return (
+            lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims) ** 2
+        ).sum()
+
+    args = normal(0, 3, 3, 8, 16) / 8, normal(1, 8, 8, 8, 8)
+    _, plan = check(jax.value_and_grad(loss), args, mesh24, ("R", ["S0", "R"]), tolerance=1e-4)
+    rows = [row for node, row in plan.rows.items() if node.name == "conv_general_dilated"]
+    parts = [{str(p) for j in (*r.inputs, *r.outputs) for p in j.placements} for r in rows]
+    assert len(rows) == 2 and all(any(p.startswith("S") for p in found) for found in parts)
+
+
 def test_verify_says_what_differs(mesh24):
     x = normal(0, 8, 16)
     one = dt.jit(lambda x: x * 2, mesh=mesh24, in_placements=("S0,R",), out_placements="S0,R")
