@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import numpy as jnp
 from jax.sharding import Mesh
 
 from dtorchjax import _jax
@@ -414,4 +413,4 @@ def explain(fun: Callable, *args: Any, **options: Any) -> Plan:
     return jit(fun, **options).explain(*args)
 
 
-__all__ = ["Jitted", "distribute", "explain", "jit", "jnp"]
+__all__ = ["Jitted", "distribute", "explain", "jit"]

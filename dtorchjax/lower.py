@@ -42,20 +42,18 @@ class Local:
         if outer:  # a copy made inside a loop must not be seen outside
             have = dict(have)
         if target not in have:
-            for move, _, _ in self.plan.moves[value]:
-                if target in have:
-                    break
-                if (
-                    move.target not in have
-                    and move.source in have
-                    and self._leads(value, move, target)
-                ):
-                    if (value, move) in self.plan.merged and not outer:
-                        self._reduce_together(self.plan.merged[value, move])
-                    else:
-                        part = have[move.source]
-                        have[move.target] = apply_move(part, move, self.names, self.sizes)
+            self._make(value, target, have, together=not outer)
         return have[target]
+
+    def _make(self, value: Value, target: Joint, have: dict[Joint, Any], together: bool) -> None:
+        """Make one copy of a value by the plan's move to it, and those that it is made of."""
+        move = next(m for m, _, _ in self.plan.moves[value] if m.target == target)
+        if move.source not in have:
+            self._make(value, move.source, have, together)
+        if together and (value, move) in self.plan.merged:
+            self._reduce_together(self.plan.merged[value, move])
+        else:
+            have[target] = apply_move(have[move.source], move, self.names, self.sizes)
 
     def _reduce_together(self, group: Sequence[tuple[Value, Move]]) -> None:
         """One collective for several small arrays of the same dtype."""
@@ -66,16 +64,6 @@ class Local:
         for (value, move), part in zip(group, parts, strict=True):
             self.arrays[value][move.target] = vector[start : start + part.size].reshape(part.shape)
             start += part.size
-
-    def _leads(self, value: Value, move: Any, target: Joint) -> bool:
-        """True if this move is on the way to `target`."""
-        before = {m.target: m.source for m, _, _ in self.plan.moves[value]}
-        at: Joint | None = target
-        while at is not None:
-            if at == move.target:
-                return True
-            at = before.get(at)
-        return False
 
     def run(self, scope: Scope) -> None:
         for step in scope.steps:
