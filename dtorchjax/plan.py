@@ -9,10 +9,11 @@ redistribution that serves several uses is paid once.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from dtorchjax.placements import Joint, R, Replicate, Shard, joint
 from dtorchjax.redistribute import Move, Table
 from dtorchjax.registry import find_rule
 from dtorchjax.rows import JointRow, Labels, canonical, signature
-from dtorchjax.solver import Problem, Solution, solve
+from dtorchjax.solver import Problem, Solution, lower_bound, solve
 
 LATER_IS_CHEAPER = 1e-6
 """By how much, of their price, moves at the end of a program are cheaper than at its start."""
@@ -39,53 +40,70 @@ MOST_ROWS = 200
 
 
 def pose(labels: Labels, strict: bool = False) -> Problem:
-    """The planning problem; variable i is node i of the graph, copies of values come after.
+    """The planning problem: a variable per class of nodes, in order; copies of values come after.
 
     strict: only moves without communication, unless the user asked for one.
     """
-    problem, sizes = Problem(), labels.sizes
-    for node in labels.graph.nodes:
-        problem.variable(_row_costs(node, labels.of[node], sizes))
-    number = {node: i for i, node in enumerate(labels.graph.nodes)}
-    for node in labels.graph.nodes:
-        for output, value in enumerate(node.outputs):
-            if not value.uses:
-                continue
-            paths = labels.table(value)
-            # of two plans that cost the same the one that moves later: it holds less, and small
-            # reductions wait for each other (see `merge`)
-            late = 1 - LATER_IS_CHEAPER * number[node] / len(number)
-            price = paths.cost * (value.weight * late)
-            price = np.where(paths.cost >= cost.IMPOSSIBLE / 2, cost.IMPOSSIBLE, price)
-            free = price
-            if strict:
-                price = np.where(_local_moves(paths, is_zero(value)), price, cost.IMPOSSIBLE)
-            source = np.array([paths.index[row.outputs[output]] for row in labels.of[node]])
-            needs = [
-                (number[user], np.array([paths.index[row.inputs[i]] for row in labels.of[user]]))
-                for user, i in value.uses
-            ]
-            asked = [user.asked for user, _ in value.uses]
-            if len(needs) == 1:
-                user, target = needs[0]
-                to = free if asked[0] else price
-                problem.connect(number[node], user, to[np.ix_(source, target)])
-                continue
-            produced = np.unique(source)
-            wanted = np.unique(np.concatenate([target for _, target in needs]))
-            first, second = (a.ravel() for a in np.meshgrid(produced, wanted, indexing="ij"))
-            costly = (paths.cost[first, second] > cost.LATENCY / 2) & (
-                paths.cost[first, second] < cost.IMPOSSIBLE / 2
-            )
-            first = np.concatenate([produced, first[costly]])
-            second = np.concatenate([produced, second[costly]])
-            copy = problem.variable(price[first, second])
-            agree = np.where(source[:, None] == first[None, :], 0.0, cost.IMPOSSIBLE)
-            problem.connect(number[node], copy, agree)
-            for (user, target), any_move in zip(needs, asked, strict=True):
-                to = free if any_move else price
-                problem.connect(copy, user, np.minimum(to[first][:, target], to[second][:, target]))
+    problem, sizes, first = Problem(), labels.sizes, labels.first
+    members = collections.Counter(first.values())
+    number = {node: i for i, node in enumerate(members)}
+    for node, count in members.items():
+        problem.variable(_row_costs(node, labels.of[node], sizes) * count)
+    for values in _alike(labels):
+        value = values[0]
+        assert value.producer is not None
+        producer, output = first[value.producer], value.output
+        paths = labels.table(value)
+        # of two plans that cost the same the one that moves later: it holds less, and small
+        # reductions wait for each other (see `merge`)
+        late = 1 - LATER_IS_CHEAPER * number[producer] / len(number)
+        price = paths.cost * (value.weight * late * len(values))
+        price = np.where(paths.cost >= cost.IMPOSSIBLE / 2, cost.IMPOSSIBLE, price)
+        free = price
+        if strict:
+            price = np.where(_local_moves(paths, is_zero(value)), price, cost.IMPOSSIBLE)
+        source = np.array([paths.index[row.outputs[output]] for row in labels.of[producer]])
+        needs = [
+            (number[first[user]], np.array([paths.index[r.inputs[i]] for r in labels.of[user]]))
+            for user, i in value.uses
+        ]
+        asked = [user.asked for user, _ in value.uses]
+        if len(needs) == 1:
+            user, target = needs[0]
+            to = free if asked[0] else price
+            problem.connect(number[producer], user, to[np.ix_(source, target)])
+            continue
+        produced = np.unique(source)
+        wanted = np.unique(np.concatenate([target for _, target in needs]))
+        have, made = (a.ravel() for a in np.meshgrid(produced, wanted, indexing="ij"))
+        costly = (paths.cost[have, made] > cost.LATENCY / 2) & (
+            paths.cost[have, made] < cost.IMPOSSIBLE / 2
+        )
+        have = np.concatenate([produced, have[costly]])
+        made = np.concatenate([produced, made[costly]])
+        copy = problem.variable(price[have, made])
+        agree = np.where(source[:, None] == have[None, :], 0.0, cost.IMPOSSIBLE)
+        problem.connect(number[producer], copy, agree)
+        for (user, target), any_move in zip(needs, asked, strict=True):
+            to = free if any_move else price
+            problem.connect(copy, user, np.minimum(to[have][:, target], to[made][:, target]))
     return problem
+
+
+def _alike(labels: Labels) -> Iterable[list[Value]]:
+    """The used values of a graph, those together whose producers and users are in one class."""
+    groups: dict[Any, list[Value]] = {}
+    for value in labels.graph.values():
+        if value.uses:
+            assert value.producer is not None
+            uses = [(labels.first[user], i) for user, i in value.uses]
+            key = (
+                labels.first[value.producer],
+                value.output,
+                tuple(sorted(uses, key=lambda u: (id(u[0]), u[1]))),
+            )
+            groups.setdefault(key, []).append(value)
+    return groups.values()
 
 
 def is_zero(value: Value) -> bool:
@@ -114,12 +132,12 @@ def _local_moves(paths: Table, zero: bool) -> np.ndarray:
     return np.array([[fits_locally(s, t, zero) for t in paths.states] for s in paths.states])
 
 
-def _row_costs(node: Node, rows: Sequence[JointRow], sizes: tuple[int, ...]) -> list[float]:
+def _row_costs(node: Node, rows: Sequence[JointRow], sizes: tuple[int, ...]) -> np.ndarray:
     if node.kind != "equation":
-        return [0.0] * len(rows)
+        return np.zeros(len(rows))
     ins, outs = [v.aval for v in node.inputs], [v.aval for v in node.outputs]
     work = cost.work(node.name, ins, outs, node.params, find_rule(node.name).moves)
-    return [cost.row_cost(work, outs, row, sizes) * node.scope.weight for row in rows]
+    return np.array([cost.row_cost(work, outs, r, sizes) for r in rows]) * node.scope.weight
 
 
 # ---- the plan ------------------------------------------------------------------------------------
@@ -150,17 +168,33 @@ class Plan:
 
     def __init__(
         self, graph: Graph, mesh: Any, rows: dict[Node, JointRow], tables: dict[Value, Table],
-        total: float, bound: float,
+        total: float, bound: float | Callable[[], float],
     ):  # fmt: skip
         self.graph, self.mesh, self.rows = graph, mesh, rows
         self.sizes = tuple(mesh.shape[n] for n in mesh.axis_names)
         self.tables = tables
-        self.cost, self.bound = total, bound
+        self.cost, self._bound = total, bound
         self.moves: dict[Value, list[tuple[Move, Node, int]]] = {}
         for value in graph.values():
             if value.uses:
                 self.moves[value] = self._moves(value)
         self.merged = merged_reductions(self)
+
+    @property
+    def bound(self) -> float:
+        """A cost below which there is no plan: `cost` itself for most programs.
+
+        For a program of more than a thousand equations it is found when it is first asked for,
+        which takes longer than planning; 0 on meshes of more than two axes.
+        """
+        if callable(self._bound):
+            self._bound = self._bound()
+        return self._bound
+
+    @property
+    def known_bound(self) -> float | None:
+        """`bound`, or None if it would have to be found first."""
+        return None if callable(self._bound) else self._bound
 
     def produced(self, value: Value) -> Joint:
         assert value.producer is not None
@@ -288,12 +322,22 @@ def make_plan(graph: Graph, mesh: Any, strict: bool = False) -> Plan:
         solution = solve(pose(labels, strict))
         if solution.cost >= cost.IMPOSSIBLE / 2:
             raise Infeasible(labels)
-        rows, bound = _chosen(labels, solution), solution.bound
+        rows = _chosen(labels, solution)
+        bound = solution.bound
+        if labels.by_class:
+            bound = functools.partial(_bound, graph, sizes, strict, solution.cost)
     else:
         labels, solution, rows = _by_pairs_of_axes(graph, sizes, axes, strict)
         bound = 0.0
     tables = {value: labels.table(value) for value in graph.values() if value.uses}
     return Plan(graph, mesh, rows, tables, solution.cost, bound)
+
+
+def _bound(graph: Graph, sizes: tuple[int, ...], strict: bool, upper: float) -> float:
+    """The lower bound without classes, to 1 %."""
+    labels = Labels(graph, sizes, by_class=False)
+    slack = 1 + 2 * LATER_IS_CHEAPER  # prices depend a little on the place in the program
+    return min(upper, lower_bound(pose(labels, strict), upper * slack, 0.01))
 
 
 def _most_rows(graph: Graph, axes: int) -> int:
@@ -303,8 +347,8 @@ def _most_rows(graph: Graph, axes: int) -> int:
 
 
 def _chosen(labels: Labels, solution: Solution) -> dict[Node, JointRow]:
-    nodes = labels.graph.nodes
-    return {node: labels.of[node][solution.labels[i]] for i, node in enumerate(nodes)}
+    number = {node: i for i, node in enumerate(dict.fromkeys(labels.first.values()))}
+    return {n: labels.of[n][solution.labels[number[f]]] for n, f in labels.first.items()}
 
 
 def _all_replicated(graph: Graph, sizes: tuple[int, ...]) -> dict[Node, JointRow]:
@@ -325,7 +369,7 @@ def _by_pairs_of_axes(
         before = best
         for pair in itertools.combinations(axes, 2):
             labels = Labels(graph, sizes, rows, pair)
-            solution = solve(pose(labels, strict), small=4, large=8)
+            solution = solve(pose(labels, strict))
             if solution.cost < best - 1e-6:
                 rows, best = _chosen(labels, solution), solution.cost
         if best >= before * 0.999:

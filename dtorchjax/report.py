@@ -58,7 +58,8 @@ def table_text(plan: Plan, width: int = 140) -> str:
     console.print(
         f"  {size_text(plan.bytes_per_device)} sent per device; "
         f"{size_text(plan.memory_per_device)} of arrays live at the peak; "
-        f"cost {size_text(plan.cost)}, no plan below {size_text(plan.bound)}",
+        f"cost {size_text(plan.cost)}"
+        + (f", no plan below {size_text(known)}" if (known := plan.known_bound) else ""),
         highlight=False,
     )
     return out.getvalue()
@@ -72,7 +73,7 @@ def to_json(plan: Plan) -> str:
             bytes_per_device=plan.bytes_per_device,
             memory_per_device=plan.memory_per_device,
             cost=plan.cost,
-            bound=plan.bound,
+            bound=plan.known_bound,
             collectives=[c.as_dict() for c in plan.collectives],
         ),
         indent=1,

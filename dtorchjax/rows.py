@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from dtorchjax import _jax
+from dtorchjax.classes import LARGE, representatives
 from dtorchjax.graph import Graph, Node, Value
 from dtorchjax.notation import PlacementSignature, Row
 from dtorchjax.placements import Joint, Partial, R, Shard, divides, joint, kinds_of
@@ -102,7 +103,9 @@ def _axis_orders(combination: Sequence[Row]) -> Iterable[tuple[int, ...]]:
 
 
 class Labels:
-    """The joint rows of every node of a graph.
+    """The joint rows of every node of a graph; those of a class are the same list.
+
+    `first[node]` is the first node of the node's class.
 
     With `current` rows and `free` axes, only those that are the current ones on all other axes.
     """
@@ -113,13 +116,21 @@ class Labels:
         sizes: tuple[int, ...],
         current: dict[Node, JointRow] | None = None,
         free: Sequence[int] = (),
+        by_class: bool = True,
     ):
         self.graph, self.sizes = graph, sizes
         self.current, self.free = current, free
         self.kinds: dict[Value, set[str]] = {}
         self._rows: dict[Any, list[JointRow]] = {}
         self._find_kinds()
-        self.of: dict[Node, list[JointRow]] = {node: self._labels(node) for node in graph.nodes}
+        self.by_class = by_class and len(graph.nodes) >= LARGE
+        self.first = {node: node for node in graph.nodes}
+        if self.by_class:
+            self.first = representatives(graph, lambda v: frozenset(self.kinds.get(v, ())))
+        self.of: dict[Node, list[JointRow]] = {}
+        for node in graph.nodes:
+            first = self.first[node]
+            self.of[node] = self._labels(node) if first is node else self.of[first]
 
     def _kept(self, node: Node, axis: int) -> Row | None:
         """The row that the node must keep on this axis."""

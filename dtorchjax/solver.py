@@ -1,10 +1,9 @@
 """Least total cost of one label per variable, with a cost per label and per pair on every edge.
 
-In four steps: (1) variables with at most two neighbours are eliminated exactly; (2) sequential
-tree-reweighted message passing gives a lower bound and first labels (Kolmogorov, "Convergent
-tree-reweighted message passing for energy minimization", PAMI 2006); (3) descent by exact
-minimisation over random induced forests, all labels outside the forest fixed; (4) a mixed-integer
-program on the labels that the messages prefer, by HiGHS, and descent from there.
+Variables with at most two neighbours are eliminated exactly. On the others the linear relaxation
+gives a lower bound and rules labels out (`relaxation`), in stages; between them, descent by exact
+minimisation over random induced forests, all labels outside the forest fixed, improves the labels.
+Bound and labels meet for most programs; else a mixed-integer program has the last word.
 
 Plain numpy; nothing here knows about arrays or meshes.
 """
@@ -17,8 +16,12 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from dtorchjax.cost import IMPOSSIBLE
+from dtorchjax.relaxation import Messages, closed, mixed_integer
 
+STAGE = 20
+"""Rounds of messages, after which labels are improved and others dropped."""
+STALLED = 0.01
+"""By less of the gap in one stage the bound no longer rises."""
 _LARGEST = 4e7  # elements of one elimination
 
 
@@ -77,32 +80,60 @@ class Solution:
     bound: float
 
 
-def solve(problem: Problem, seed: int = 0, small: int = 8, large: int = 24) -> Solution:
-    """Labels of low cost, the cost, and a lower bound of it.
+def solve(problem: Problem, seed: int = 0, rounds: int = 300) -> Solution:
+    """Labels of low cost, the cost, and a lower bound of it; most often they are equal.
 
-    The mixed-integer step keeps `small` labels per variable, `large` where there are many.
     Deterministic for one seed: it never looks at a clock.
     """
     reduction = Reduction(problem)
-    core = reduction.core()
+    core, rest = reduction.core(), reduction.problem
     if not core:
         return Solution(reduction.expand({}), reduction.constant, reduction.constant)
-    core_problem = reduction.problem
     rng = np.random.default_rng(seed)
-    messages = Messages(core_problem, core)
-    bound, labels = messages.run(20)
-    best = descend(core_problem, core, labels, rng)
-    gap = 1e-3 * (abs(best[1]) + abs(reduction.constant))
-    if best[1] - bound > gap:
-        found = mixed_integer(core_problem, core, messages.margins(), best[0], small, large)
-        if found is not None:
-            best = min(best, descend(core_problem, core, found, rng), key=lambda f: f[1])
-    return Solution(
-        reduction.expand(best[0]), best[1] + reduction.constant, bound + reduction.constant
-    )
+    messages = Messages(rest, core)
+    labels, cost = dict.fromkeys(core, 0), np.inf
+    for _ in range(rounds // STAGE):
+        before = messages.bound
+        found, _ = messages.run(STAGE, cost)
+        labels, cost = min(
+            (labels, cost),
+            *(descend(rest, core, start, rng, 3) for start in (found, labels)),
+            key=lambda f: f[1],
+        )
+        if closed(cost, messages.bound):
+            break
+        labels = messages.prune(cost, labels)
+        if messages.bound - before < STALLED * (cost - messages.bound):
+            break
+    bound = messages.bound
+    if not closed(cost, bound):
+        found, proved = mixed_integer(rest, core, messages.margins, labels)
+        bound = max(bound, proved)
+        for start in (labels, found or labels):
+            labels, cost = min((labels, cost), descend(rest, core, start, rng), key=lambda f: f[1])
+    chosen = {i: int(messages.kept[i][labels[i]]) for i in core}
+    total = cost + reduction.constant
+    return Solution(reduction.expand(chosen), total, min(total, bound + reduction.constant))
 
 
-# ---- (1) exact elimination -----------------------------------------------------------------------
+def lower_bound(problem: Problem, upper: float, gap: float, rounds: int = 300) -> float:
+    """A lower bound, raised until it is within `gap` of `upper`, the cost of known labels."""
+    reduction = Reduction(problem)
+    core, constant = reduction.core(), reduction.constant
+    if not core:
+        return min(upper, constant)
+    messages = Messages(reduction.problem, core)
+    for _ in range(rounds // STAGE):
+        before = messages.bound
+        messages.run(STAGE, upper - constant)
+        found = messages.bound + constant
+        if found >= upper * (1 - gap) or messages.bound - before < STALLED * (upper - found):
+            break
+        messages.prune(upper - constant)
+    return min(upper, messages.bound + constant)
+
+
+# ---- exact elimination ---------------------------------------------------------------------------
 
 
 class Reduction:
@@ -188,7 +219,7 @@ def min_plus(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return out
 
 
-# ---- (3) descent ---------------------------------------------------------------------------------
+# ---- descent -------------------------------------------------------------------------------------
 
 
 def descend(
@@ -256,154 +287,3 @@ def _forest(
         for i, parent in visit:
             found[i] = int(costs[i].argmin()) if parent < 0 else int(choice[i][found[parent]])
     return found
-
-
-# ---- (2) lower bound -----------------------------------------------------------------------------
-
-
-class Messages:
-    """Sequential tree-reweighted message passing along the order of the variables."""
-
-    def __init__(self, problem: Problem, order: Sequence[int]):
-        self.problem, self.order = problem, list(order)
-        place = {i: k for k, i in enumerate(order)}
-        self.sent: dict[tuple[int, int], np.ndarray] = {}
-        for i, j in problem.edges:
-            if i in place and j in place:
-                self.sent[i, j] = np.zeros(len(problem.unary[j]))
-                self.sent[j, i] = np.zeros(len(problem.unary[i]))
-        self.before = {i: [j for j in problem.neighbours[i] if place[j] < place[i]] for i in order}
-        self.after = {i: [j for j in problem.neighbours[i] if place[j] > place[i]] for i in order}
-        self.share = {i: 1 / max(1, len(self.before[i]), len(self.after[i])) for i in order}
-
-    def run(self, rounds: int) -> tuple[float, dict[int, int]]:
-        """(lower bound, labels)."""
-        best: tuple[float, dict[int, int]] = (np.inf, {})
-        bound = -np.inf
-        for _ in range(rounds):
-            labels = self._forward()
-            cost = self.problem.cost(labels, self.order)
-            best = min(best, (cost, labels), key=lambda f: f[0])
-            new = self._backward()
-            done = new - bound < 1e-6 * abs(new) or best[0] - new < 1e-6 * abs(new)
-            bound = max(bound, new)
-            if done:
-                break
-        return bound, best[1]
-
-    def belief(self, i: int) -> np.ndarray:
-        total = self.problem.unary[i]
-        for j in self.problem.neighbours[i]:
-            total = total + self.sent[j, i]
-        return total
-
-    def margins(self) -> dict[int, np.ndarray]:
-        return {i: (b := self.belief(i)) - b.min() for i in self.order}
-
-    def _send(self, i: int, j: int, belief: np.ndarray) -> float:
-        through = (self.share[i] * belief - self.sent[j, i])[:, None] + self.problem.edge(i, j)
-        message = through.min(0)
-        least = float(message.min())
-        self.sent[i, j] = message - least
-        return least
-
-    def _forward(self) -> dict[int, int]:
-        labels: dict[int, int] = {}
-        for i in self.order:
-            decided = self.problem.unary[i]
-            for j in self.before[i]:
-                decided = decided + self.problem.edge(j, i)[labels[j]]
-            for j in self.after[i]:
-                decided = decided + self.sent[j, i]
-            labels[i] = int(decided.argmin())
-            belief = self.belief(i)
-            for j in self.after[i]:
-                self._send(i, j, belief)
-        return labels
-
-    def _backward(self) -> float:
-        bound = 0.0
-        for i in reversed(self.order):
-            belief = self.belief(i)
-            least = float(belief.min())
-            belief = belief - least
-            bound += least
-            for j in self.before[i]:
-                bound += self._send(i, j, belief)
-        return bound
-
-
-# ---- (4) mixed-integer program -------------------------------------------------------------------
-
-
-def mixed_integer(
-    problem: Problem,
-    order: Sequence[int],
-    margins: dict[int, np.ndarray],
-    labels: dict[int, int],
-    small: int,
-    large: int,
-) -> dict[int, int] | None:
-    """The best labels among the few per variable with the least margin; None if none was found.
-
-    The relaxation has one flow per pair of labels on an edge, consistent with both ends.
-    """
-    from scipy import sparse
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    kept = {}
-    for i in order:
-        count = large if len(margins[i]) > 60 else small
-        kept[i] = np.array(
-            sorted({*np.argsort(margins[i], kind="stable")[:count].tolist(), labels[i]})
-        )
-    start, n = {}, 0
-    costs: list[np.ndarray] = []
-    for i in order:
-        start[i] = n
-        n += len(kept[i])
-        costs.append(problem.unary[i][kept[i]])
-    whole = n
-    rows, columns, data, right = [], [], [], []
-    row = 0
-    for i in order:
-        size = len(kept[i])
-        rows.append(np.full(size, row))
-        columns.append(start[i] + np.arange(size))
-        data.append(np.ones(size))
-        right.append(1.0)
-        row += 1
-    for (i, j), matrix in problem.edges.items():
-        if i not in kept or j not in kept:
-            continue
-        part = matrix[np.ix_(kept[i], kept[j])]
-        a, b = part.shape
-        flows = n + np.arange(a * b).reshape(a, b)
-        n += a * b
-        costs.append(part.ravel())
-        for one, flow in ((i, flows), (j, flows.T)):
-            size, other = flow.shape
-            rows += [np.repeat(row + np.arange(size), other), row + np.arange(size)]
-            columns += [flow.ravel(), start[one] + np.arange(size)]
-            data += [np.ones(flow.size), -np.ones(size)]
-            right += [0.0] * size
-            row += size
-    cost = np.concatenate(costs)
-    scale = 1e6
-    result = milp(
-        np.minimum(cost, 1e9) / scale,
-        constraints=LinearConstraint(
-            sparse.csr_array(
-                (np.concatenate(data), (np.concatenate(rows), np.concatenate(columns))),
-                shape=(row, n),
-            ),
-            np.array(right),  # type: ignore[arg-type]
-            np.array(right),  # type: ignore[arg-type]
-        ),
-        integrality=np.r_[np.ones(whole), np.zeros(n - whole)],
-        bounds=Bounds(np.zeros(n), np.where(cost < IMPOSSIBLE / 2, 1.0, 0.0)),  # type: ignore[arg-type]
-        options={"node_limit": 200, "mip_rel_gap": 1e-3, "time_limit": 60},
-    )
-    if result.x is None:
-        return None
-    return {i: int(kept[i][result.x[start[i] : start[i] + len(kept[i])].argmax()]) for i in order}

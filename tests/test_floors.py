@@ -13,8 +13,10 @@ FLOORS = {
     2: ["sharding_rules/*.py", "primitives/*.py"],
     3: ["dtorchjax/redistribute.py", "dtorchjax/cost.py"],
     4: [
+        "dtorchjax/classes.py",
         "dtorchjax/graph.py",
         "dtorchjax/plan.py",
+        "dtorchjax/relaxation.py",
         "dtorchjax/solver.py",
         "dtorchjax/higher_order.py",
         "dtorchjax/hlo.py",

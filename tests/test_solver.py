@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from dtorchjax.solver import IMPOSSIBLE, Problem, min_plus, solve
+from dtorchjax.cost import IMPOSSIBLE
+from dtorchjax.solver import Problem, min_plus, solve
 
 
 def random_problem(rng, variables, labels, edges, impossible=0.0):
@@ -43,7 +44,7 @@ def test_small_problems_are_solved(seed):
     chosen = dict(enumerate(solution.labels))
     assert problem.cost(chosen, range(len(sizes))) == pytest.approx(solution.cost)
     assert solution.bound <= best * (1 + 1e-9)
-    assert solution.cost == pytest.approx(best, rel=2e-3)  # the mixed-integer step stops at 0.1 %
+    assert solution.cost == pytest.approx(best, rel=1e-6)
 
 
 def test_trees_are_exact():
