@@ -6,13 +6,14 @@ ARGS ?=
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: help install train test lint format clean
+.PHONY: help install train test lint format notebooks clean
 
 help:
 	@echo "make train [ARGS=\"--steps 100 --placements fsdp\"]   train the demo"
 	@echo "make test                                           lint, types and tests"
 	@echo "make lint                                           ruff and pyright"
 	@echo "make format                                         let ruff rewrite the files"
+	@echo "make notebooks                                      run them and store their outputs"
 	@echo "make install                                        only make $(VENV)"
 	@echo "PYTHON=python3.12 VENV=.venv-312 choose another interpreter and folder"
 
@@ -37,6 +38,9 @@ lint: $(STAMP)
 
 test: lint
 	$(PY) -m pytest -n $(JOBS) $(ARGS)
+
+notebooks: $(STAMP)
+	$(PY) tests/test_notebooks.py
 
 format: $(STAMP)
 	$(PY) -m ruff check --fix .

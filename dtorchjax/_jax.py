@@ -9,7 +9,7 @@ import linecache
 import math
 import os
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -303,6 +303,45 @@ def function_names(file: str) -> frozenset[str]:
 def where(eqn: Any) -> Where | None:
     """The innermost line outside installed libraries that made this equation."""
     return _where(eqn.source_info.traceback)
+
+
+def fingerprint(jaxpr: Any, rule_of: Callable[[str], Any]) -> Hashable:
+    """A key that equal programs share: equations, parameters, the user's lines, their rules.
+
+    Raises TypeError where a parameter cannot be compared.
+    """
+    numbers: dict[Any, int] = {}
+
+    def variable(v: Any) -> int:
+        return numbers.setdefault(v, len(numbers))
+
+    def atom(v: Any) -> Hashable:
+        if not isinstance(v, Literal):
+            return variable(v)
+        value = np.asarray(v.val)
+        return str(value.dtype), value.shape, value.tobytes()
+
+    def parameter(p: Any) -> Hashable:
+        if hasattr(p, "eqns"):
+            constants = tuple(map(id, getattr(p, "consts", ())))
+            return fingerprint(open_jaxpr(p)[0], rule_of), constants
+        if isinstance(p, list | tuple):
+            return type(p).__name__, *map(parameter, p)
+        hash(p)
+        return p
+
+    def equation(eqn: Any) -> Hashable:
+        name, inner = eqn.primitive.name, INLINED.get(eqn.primitive.name)
+        params = {inner: eqn.params[inner]} if inner else eqn.params
+        return (
+            name, rule_of(name), where(eqn), tuple(map(atom, eqn.invars)),
+            tuple((variable(v), v.aval.shape, v.aval.dtype) for v in eqn.outvars),
+            tuple((k, parameter(params[k])) for k in sorted(params)), recomputes(eqn),
+        )  # fmt: skip
+
+    inputs = tuple((variable(v), v.aval) for v in (*jaxpr.constvars, *jaxpr.invars))
+    equations = tuple(equation(eqn) for eqn in jaxpr.eqns)
+    return inputs, equations, tuple(map(atom, jaxpr.outvars))
 
 
 # ---- backends and meshes -------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dtorchjax import _jax
 from dtorchjax.arguments import layout_of_spec, to_layout
@@ -83,7 +83,7 @@ def _hashable(placements: Any, rank: int) -> Any:
 
 
 def asked_placements(mesh: Mesh) -> dict[str, Any]:
-    """Primitive name -> parameters -> rank -> Layout: what the planner must obey."""
+    """Primitive name -> parameters, shape -> Layout that the planner must obey, or None."""
 
     def asked(params: dict[str, Any], shape: Sequence[int]) -> Layout:
         where = params["placements"]
@@ -97,8 +97,10 @@ def asked_placements(mesh: Mesh) -> dict[str, Any]:
         return to_layout(dict(where), mesh, shape, "dt.redistribute")
 
     def sharding(name: str) -> Any:
-        def found(params: dict[str, Any], shape: Sequence[int]) -> Layout:
-            spec = params[name].spec
+        def found(params: dict[str, Any], shape: Sequence[int]) -> Layout | None:
+            spec, types = params[name].spec, params[name].mesh.axis_types
+            if name == "dst_sharding" and all(t == AxisType.Auto for t in types):
+                return None  # reshard speaks of Explicit axes only (flax puts it around dropout)
             return layout_of_spec(spec, mesh, len(shape)).resolve(shape)
 
         return found

@@ -209,6 +209,7 @@ class Jitted:
             lie.paths,
             strict=self.options["redistribute"] == "never",
             donated=self._donated_leaves(tree, leaves, len(dynamic), numbers),
+            memory_limit=self.options["memory_limit"],
         )
 
     def _donated_leaves(
@@ -372,6 +373,7 @@ def jit(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
+    memory_limit: float | None = None,
 ) -> Any:
     """Compile a whole-array function for placed arrays: one shard_map, with the plan's collectives.
 
@@ -382,6 +384,9 @@ def jit(
         else as it comes, never partial).
     redistribute: "auto" inserts what is cheapest for the whole program; "never" raises
         PlacementMismatchError where an equation's operands do not fit.
+    memory_limit: bytes that one device may hold at once (arguments, results, what is between; see
+        `plan.memory_per_device`). To stay below, weights are gathered again for the backward pass,
+        residuals stay sharded, those of loops are computed again. A warning says when it cannot be.
 
     Returns an object with `__call__`, `explain` and `lower`. Raises PlacementError for bad
     arguments and for primitives without a rule.
@@ -397,8 +402,10 @@ def jit(
     options = dict(
         mesh=mesh, in_placements=in_placements, out_placements=out_placements,
         redistribute=redistribute, static_argnums=static_argnums, static_argnames=static_argnames,
-        donate_argnums=donate_argnums,
+        donate_argnums=donate_argnums, memory_limit=memory_limit,
     )  # fmt: skip
+    if memory_limit is not None and not memory_limit > 0:
+        raise ValueError(f"memory_limit is a number of bytes, not {memory_limit!r}")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise TypeError(f"mesh is a jax.sharding.Mesh, not {mesh!r}; see dt.init_device_mesh")
     if fun is None:

@@ -1,4 +1,4 @@
-"""The command line: `dtorchjax train` and `dtorchjax doctor`.
+"""The command line: `dtorchjax train`, `dtorchjax explain` and `dtorchjax doctor`.
 
 Nothing here imports JAX before the arguments are read, since how many devices it has is settled
 when it starts.
@@ -6,6 +6,7 @@ when it starts.
 
 import argparse
 import json
+import math
 import os
 import platform
 import sys
@@ -133,6 +134,20 @@ def parser() -> argparse.ArgumentParser:
     t.add_argument("--sample", type=int, default=120, help="bytes to write after training")
     t.add_argument("--json", help="write losses, speed, versions and the plan's bytes there")
 
+    e = commands.add_parser(
+        "explain",
+        help="print the plan of a function",
+        description="Print which collectives module:function needs for arguments of these shapes.",
+    )
+    e.add_argument("function", help="module:function")
+    e.add_argument("--mesh", required=True, help="axes and sizes, such as dp=2,tp=4")
+    e.add_argument("--shapes", nargs="*", default=[], help="one per argument, such as f32[8,128]")
+    e.add_argument("--args", help="module:function that returns the arguments, instead of --shapes")
+    e.add_argument("--placements", nargs="*", default=[], help="one per argument, such as S0,R")
+    e.add_argument("--out-placements", nargs="*", default=[], help="one per result")
+    e.add_argument("--memory-limit", type=_positive(float), help="bytes on one device")
+    e.add_argument("--json", action="store_true", help="print JSON")
+
     d = commands.add_parser("doctor", help="print versions and devices, and what is wrong")
     d.add_argument("--devices", type=count, help="how many there should be")
     return p
@@ -162,10 +177,29 @@ def train(args: argparse.Namespace) -> int:
     return 0
 
 
+def explain(args: argparse.Namespace) -> int:
+    from .demo.placements import parse_mesh
+
+    axes = parse_mesh(args.mesh)
+    from .demo.train import simulate
+
+    simulate(math.prod(axes.values()))
+    from .explain_command import explain_function
+
+    plan = explain_function(
+        args.function, list(axes.items()), args.shapes, args.placements, args.out_placements,
+        args.memory_limit, args.args,
+    )  # fmt: skip
+    print(plan.to_json() if args.json else plan.table())
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        return doctor(args.devices) if args.command == "doctor" else train(args)
+        if args.command == "doctor":
+            return doctor(args.devices)
+        return explain(args) if args.command == "explain" else train(args)
     except UsageError as error:
         print(f"dtorchjax: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -1,24 +1,20 @@
-"""What things cost, in bytes that one device sends (the planner's only unit)."""
+"""What things cost, in bytes that one device sends on the fastest axis: the planner's unit."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+from dtorchjax.chips import Speeds
 from dtorchjax.placements import Joint, Shard
 
 IMPOSSIBLE = 1e15
-LATENCY = 20e3
-"""Bytes that could be sent in the time that starting one collective takes."""
 LOCAL_COPY = 1e-3
 """Bytes sent per byte copied locally: enough to prefer doing nothing."""
 REPLICATED_FLOP = 0.3
 """Bytes per multiply or add that more than one device does: never worth what it saves."""
-REPLICATED_CONTRACTION = 10 * LATENCY
-"""However small a contraction is: doing it twice is no way to save a few collectives."""
-REPLICATED_BYTE = 0.1
-"""Bytes sent per byte that a computation reads or writes on more devices than it must. Links are
-five to ten times slower than memory, and what is fused touches memory less often."""
+REPLICATED_CONTRACTION = 10
+"""In collectives: however small a contraction is, doing it twice is no way to save a few."""
 OUTPUT_BYTE = 0.002
 """Bytes sent per byte of result written on one device."""
 
@@ -39,12 +35,18 @@ def flops(name: str, in_avals: Any, out_avals: Any, params: dict[str, Any]) -> i
     return 0
 
 
-def work(name: str, in_avals: Any, out_avals: Any, params: dict[str, Any], moves: bool) -> float:
-    """What doing all of an equation on one device more costs; moving data is free (it is fused)."""
+def work(
+    name: str, in_avals: Any, out_avals: Any, params: dict[str, Any], moves: bool, speeds: Speeds
+) -> float:
+    """What doing all of an equation on one device more costs; moving data is free (it is fused).
+
+    Elementwise work costs the bytes that it reads or writes, by half: what is fused touches memory
+    less often.
+    """
     contraction = flops(name, in_avals, out_avals, params)
     if contraction:
-        return REPLICATED_FLOP * contraction + REPLICATED_CONTRACTION
-    return 0.0 if moves else REPLICATED_BYTE * max(map(nbytes, (*in_avals, *out_avals)), default=0)
+        return REPLICATED_FLOP * contraction + REPLICATED_CONTRACTION * speeds.latency
+    return 0.0 if moves else speeds.memory * max(map(nbytes, (*in_avals, *out_avals)), default=0)
 
 
 def row_cost(work: float, out_avals: Any, row: tuple, sizes: tuple[int, ...]) -> float:
@@ -68,4 +70,4 @@ def part(where: Joint, sizes: tuple[int, ...]) -> float:
     )
 
 
-__all__ = ["IMPOSSIBLE", "LATENCY", "LOCAL_COPY", "flops", "nbytes", "part", "row_cost", "work"]
+__all__ = ["IMPOSSIBLE", "LOCAL_COPY", "flops", "nbytes", "part", "row_cost", "work"]

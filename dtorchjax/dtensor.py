@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtorchjax import _jax
 from dtorchjax.arguments import layout_of_sharding, to_layout
+from dtorchjax.chips import speeds_of
 from dtorchjax.errors import PlacementError
 from dtorchjax.lower import add_terms, drop_terms, storage_spec
 from dtorchjax.placements import Layout, Partial, Placement, R
@@ -238,7 +239,9 @@ def _mover(mesh: Mesh, source: Layout, target: Layout, shape: tuple[int, ...], d
     kinds = tuple(
         sorted({p.op for w in (start, end) for p in w.placements if isinstance(p, Partial)})
     )
-    paths = table(shape, np.dtype(dtype).itemsize if _plain(dtype) else 8, kinds, sizes)
+    paths = table(
+        shape, np.dtype(dtype).itemsize if _plain(dtype) else 8, kinds, sizes, speeds_of(mesh)
+    )
     try:
         moves = paths.path(start, end)
     except ValueError:

@@ -66,6 +66,6 @@ def size_text(count: float) -> str:
     """
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
-            return f"{count:.3g} {unit}"
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1024
     raise AssertionError("unreachable")

@@ -100,12 +100,15 @@ class Barrier:
 
 @dataclasses.dataclass(eq=False)
 class Graph:
+    """A whole program; `donated` are the inputs whose memory the results may take."""
+
     top: Scope
     nodes: list[Node]
     inputs: list[Node]
     constants: list[Node]
     outputs: list[Node]
     constant_values: list[Any]
+    donated: Sequence[int] = ()
 
     def values(self) -> Iterator[Value]:
         for node in self.nodes:
@@ -113,7 +116,9 @@ class Graph:
 
 
 class _Builder:
-    def __init__(self, mesh: Any, annotations: dict[str, Callable[[dict, Sequence[int]], Layout]]):
+    def __init__(
+        self, mesh: Any, annotations: dict[str, Callable[[dict, Sequence[int]], Layout | None]]
+    ):
         self.mesh, self.annotations = mesh, annotations
         self.nodes: list[Node] = []
         self.constants: list[Node] = []
@@ -190,6 +195,8 @@ class _Builder:
             return self.cond(eqn, operands, scope)
         if name in self.annotations:
             asked = self.annotations[name](eqn.params, operands[0].aval.shape)
+            if asked is None:
+                return operands
             result = Value(eqn.outvars[0].aval, scope)
             port = self.node(
                 "port", operands, [result], fixed=asked.joint, name=name, where=self.where(eqn),
@@ -351,7 +358,7 @@ def build(
     wanted: Sequence[Joint],
     results: Sequence[Any],
     constant_layout: Callable[[Any], Joint],
-    annotations: dict[str, Callable[[dict, Sequence[int]], Layout]],
+    annotations: dict[str, Callable[[dict, Sequence[int]], Layout | None]],
     in_labels: Sequence[str],
 ) -> Graph:
     """The graph of a closed jaxpr.
@@ -394,3 +401,25 @@ def build(
     return Graph(
         builder.top, builder.nodes, inputs, builder.constants, outputs, builder.constant_values
     )
+
+
+def in_order(graph: Graph) -> list[Node]:
+    """All nodes of a graph that may have been changed, each after those that it takes from."""
+
+    def inside(scope: Scope) -> Iterator[Node]:
+        for step in scope.steps:
+            if isinstance(step, Node):
+                yield step
+            elif isinstance(step, Barrier):
+                yield from step.ports
+            else:
+                if step.kind == "cond" and step.test is not None:
+                    yield step.test
+                yield from (*step.consts, *step.carries, *step.entering)
+                for inner in step.scopes:
+                    yield from inside(inner)
+                if step.kind == "while" and step.test is not None:
+                    yield step.test
+                yield from step.leaving
+
+    return [*graph.inputs, *graph.constants, *inside(graph.top), *graph.outputs]

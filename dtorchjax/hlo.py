@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 ITEM = dict(
     pred=1, s8=1, u8=1, s16=2, u16=2, f16=2, bf16=2, s32=4, u32=4, f32=4, s64=8, u64=8, f64=8, c64=8
@@ -15,12 +19,14 @@ INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)$")
 
 
 class Sent(NamedTuple):
-    """One collective: `group` devices take part; `sent` bytes by one device in one execution."""
+    """One collective: `group` devices take part; `sent` bytes by one device in one execution;
+    `groups` of devices by number."""
 
     kind: str
     group: int
     sent: float
     times: int
+    groups: list[list[int]]
 
 
 def size_of(types: str) -> int:
@@ -56,16 +62,44 @@ def computations(text: str) -> tuple[dict[str, list[str]], str]:
     return found, entry
 
 
-def group_size(rest: str, devices: int) -> int:
-    if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
-        return len(listed[1].split(","))
-    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=", rest):
-        return int(iota[2])
+def groups(rest: str, devices: int) -> list[list[int]]:
+    """The groups of devices, by number in the mesh, among which a collective runs."""
+    if listed := re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", rest):
+        return [
+            [int(d) for d in g.split(",") if d.strip()]
+            for g in re.findall(r"\{([\d, ]*)\}", listed[1])
+        ]
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        shape, whole = ([int(n) for n in iota[k].split(",")] for k in (1, 2))
+        order = [int(n) for n in iota[3].split(",")] if iota[3] else list(range(len(whole)))
+        numbers = np.arange(math.prod(whole)).reshape(whole).transpose(order).reshape(shape)
+        return numbers.reshape(shape[0], -1).tolist()
     if meshed := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", rest):
-        sizes = dict(part.strip().split("=") for part in meshed[1].split(","))
-        sizes = {k.strip("'\" "): int(v) for k, v in sizes.items()}
-        return math.prod(sizes[a.strip("'\" ")] for a in meshed[2].split(",") if a.strip())
-    return devices
+        pairs = [part.strip().split("=") for part in meshed[1].split(",")]
+        names = [k.strip("'\" ") for k, _ in pairs]
+        sizes = [int(v) for _, v in pairs]
+        over = [names.index(a.strip("'\" ")) for a in meshed[2].split(",") if a.strip()]
+        return groups_over(over, sizes)
+    return [list(range(devices))]
+
+
+def groups_over(axes: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """The groups of devices of a mesh, by number, that differ in these axes only."""
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    rest = [a for a in range(len(sizes)) if a not in axes]
+    count = math.prod(sizes[a] for a in axes)
+    return numbers.transpose([*rest, *axes]).reshape(-1, count).tolist()
+
+
+def axes_of(found: list[list[int]], sizes: Sequence[int]) -> tuple[int, ...] | None:
+    """The mesh axes over which such groups run; None if they follow no axes."""
+    wanted = {frozenset(group) for group in found}
+    usable = [a for a, n in enumerate(sizes) if n > 1]
+    for count in range(len(usable) + 1):
+        for axes in itertools.combinations(usable, count):
+            if {frozenset(g) for g in groups_over(axes, sizes)} == wanted:
+                return axes
+    return None
 
 
 def collectives(text: str) -> list[Sent]:
@@ -83,8 +117,9 @@ def collectives(text: str) -> list[Sent]:
             _, types, operation, rest = match.groups()
             kind = operation.removesuffix("-start")
             if kind in KINDS:
-                n = group_size(rest, devices)
-                found.append(Sent(kind, n, sent(kind, n, size_of(types)), times))
+                among = groups(rest, devices)
+                n = len(among[0])
+                found.append(Sent(kind, n, sent(kind, n, size_of(types)), times, among))
             elif operation == "while":
                 trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', rest)
                 body = re.search(r"body=%?([\w.-]+)", rest)

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from dtorchjax.cost import LATENCY
 from dtorchjax.graph import Barrier, Loop, Node, Scope, Value
 from dtorchjax.redistribute import Move
 
 if TYPE_CHECKING:
     from dtorchjax.plan import Plan
 
-SMALL = 2 * LATENCY
-"""Bytes on one device up to which copying an array into a vector is cheaper than a collective."""
+SMALL = 2
+"""Up to how many times what starting a collective is worth an array is copied into a vector."""
 
 
 def merged_reductions(plan: Plan) -> dict[tuple[Value, Move], list[tuple[Value, Move]]]:
@@ -55,7 +54,7 @@ def _mergeable(plan: Plan, value: Value, move: Move) -> bool:
         and move.op != "prod"
         and move.source == plan.produced(value)
         and value.aval.dtype.kind in "iufV"
-        and plan.tables[value].sent(move, plan.sizes) <= SMALL
+        and plan.tables[value].sent(move, plan.sizes) <= SMALL * plan.speeds.latency
     )
 
 

@@ -13,15 +13,17 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from dtorchjax import cost, report
+from dtorchjax import cost, memory, report
+from dtorchjax.chips import Speeds, seconds, speeds_of
 from dtorchjax.errors import size_text
 from dtorchjax.graph import Graph, Loop, Node, Scope, Value
+from dtorchjax.memory import is_short_lived
 from dtorchjax.merge import merged_reductions
 from dtorchjax.placements import Joint, R, Replicate, Shard, joint
 from dtorchjax.redistribute import Move, Table
@@ -39,16 +41,19 @@ MOST_ROWS = 200
 # ---- the problem ---------------------------------------------------------------------------------
 
 
-def pose(labels: Labels, strict: bool = False) -> Problem:
+def pose(
+    labels: Labels, strict: bool = False, prices: Mapping[Value, float] | None = None
+) -> Problem:
     """The planning problem: a variable per class of nodes, in order; copies of values come after.
 
     strict: only moves without communication, unless the user asked for one.
+    prices: what it costs to hold one byte of a value on one device, as produced or moved.
     """
-    problem, sizes, first = Problem(), labels.sizes, labels.first
+    problem, first = Problem(), labels.first
     members = collections.Counter(first.values())
     number = {node: i for i, node in enumerate(members)}
     for node, count in members.items():
-        problem.variable(_row_costs(node, labels.of[node], sizes) * count)
+        problem.variable(_row_costs(node, labels) * count)
     for values in _alike(labels):
         value = values[0]
         assert value.producer is not None
@@ -59,10 +64,16 @@ def pose(labels: Labels, strict: bool = False) -> Problem:
         late = 1 - LATER_IS_CHEAPER * number[producer] / len(number)
         price = paths.cost * (value.weight * late * len(values))
         price = np.where(paths.cost >= cost.IMPOSSIBLE / 2, cost.IMPOSSIBLE, price)
+        source = np.array([paths.index[row.outputs[output]] for row in labels.of[producer]])
+        if prices:
+            holding = sum(prices.get(v, 0.0) for v in values) * paths.nbytes * paths.part
+            unary = problem.unary[number[producer]]
+            problem.unary[number[producer]] = unary + holding[source]
+            if not is_short_lived(value):
+                price = price + holding * ~np.eye(len(holding), dtype=bool)
         free = price
         if strict:
             price = np.where(_local_moves(paths, is_zero(value)), price, cost.IMPOSSIBLE)
-        source = np.array([paths.index[row.outputs[output]] for row in labels.of[producer]])
         needs = [
             (number[first[user]], np.array([paths.index[r.inputs[i]] for r in labels.of[user]]))
             for user, i in value.uses
@@ -76,7 +87,7 @@ def pose(labels: Labels, strict: bool = False) -> Problem:
         produced = np.unique(source)
         wanted = np.unique(np.concatenate([target for _, target in needs]))
         have, made = (a.ravel() for a in np.meshgrid(produced, wanted, indexing="ij"))
-        costly = (paths.cost[have, made] > cost.LATENCY / 2) & (
+        costly = (paths.cost[have, made] > labels.speeds.latency / 2) & (
             paths.cost[have, made] < cost.IMPOSSIBLE / 2
         )
         have = np.concatenate([produced, have[costly]])
@@ -132,12 +143,14 @@ def _local_moves(paths: Table, zero: bool) -> np.ndarray:
     return np.array([[fits_locally(s, t, zero) for t in paths.states] for s in paths.states])
 
 
-def _row_costs(node: Node, rows: Sequence[JointRow], sizes: tuple[int, ...]) -> np.ndarray:
+def _row_costs(node: Node, labels: Labels) -> np.ndarray:
+    rows = labels.of[node]
     if node.kind != "equation":
         return np.zeros(len(rows))
     ins, outs = [v.aval for v in node.inputs], [v.aval for v in node.outputs]
-    work = cost.work(node.name, ins, outs, node.params, find_rule(node.name).moves)
-    return np.array([cost.row_cost(work, outs, r, sizes) for r in rows]) * node.scope.weight
+    moves = find_rule(node.name).moves
+    work = cost.work(node.name, ins, outs, node.params, moves, labels.speeds)
+    return np.array([cost.row_cost(work, outs, r, labels.sizes) for r in rows]) * node.scope.weight
 
 
 # ---- the plan ------------------------------------------------------------------------------------
@@ -148,7 +161,8 @@ class Collective:
     """One collective of the program.
 
     `bytes` is what one device sends in one execution, `times` how often it runs, `axes` the mesh
-    axes by name; `primitive` and `where` name the equation that needs it, `why` its row.
+    axes by name, `seconds` the estimated time of one execution; `primitive` and `where` name the
+    equation that needs it, `why` its row.
     """
 
     kind: str
@@ -158,6 +172,7 @@ class Collective:
     primitive: str
     where: str
     why: str
+    seconds: float
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -172,6 +187,7 @@ class Plan:
     ):  # fmt: skip
         self.graph, self.mesh, self.rows = graph, mesh, rows
         self.sizes = tuple(mesh.shape[n] for n in mesh.axis_names)
+        self.speeds = speeds_of(mesh)
         self.tables = tables
         self.cost, self._bound = total, bound
         self.moves: dict[Value, list[tuple[Move, Node, int]]] = {}
@@ -257,28 +273,34 @@ class Plan:
                 why = f"{what} takes {row.inputs[operand]}, not {move.source}"
             if len(group) > 1:
                 why += f"; and {len(group) - 1} other small reductions"
+            size = sum(self.tables[v].sent(m, self.sizes) for v, m in group)
             yield Collective(
                 kind=move.kind,
                 axes=tuple(names[a] for a in move.axes),
-                bytes=sum(self.tables[v].sent(m, self.sizes) for v, m in group),
+                bytes=size,
                 times=int(value.scope.times),
                 primitive=what,
                 where=str(place) if place else "",
                 why=why,
+                seconds=seconds(size, move.axes, self.mesh),
             )
 
     def table(self) -> str:
         """The plan as text: every collective, who needs it where, totals."""
         return report.table_text(self)
 
-    def verify(self, compiled: jax.stages.Compiled) -> None:
+    def verify(self, compiled: jax.stages.Compiled) -> str:
         """Compare with a compiled program, `step.lower(*args).compile()`.
 
-        Raises PlacementError with both figures where the bytes that it sends within groups of n
-        devices differ from the plan's by more than 2 % (and 64 bytes). XLA may merge or split
-        collectives; on the CPU it sends 16-bit floats as 32-bit ones.
+        Returns a line for each group of mesh axes with the planned and the compiled bytes, and how
+        many collectives XLA merged or split. Raises PlacementError with these lines where the bytes
+        differ by more than 2 % (and 64 bytes). On the CPU XLA sends 16-bit floats as 32-bit ones.
         """
-        report.verify(self, compiled.as_text() or "")
+        return report.verify(self, compiled.as_text() or "")
+
+    def diff(self, other: Plan) -> str:
+        """What `other` sends that this plan does not, and the other way round, as a table."""
+        return report.difference(self, other)
 
     def to_json(self) -> str:
         """The collectives and totals as JSON text."""
@@ -292,14 +314,27 @@ class Plan:
         return f"Plan({len(self.collectives)} collectives, {sent} per device)"
 
     @functools.cached_property
+    def peak(self) -> memory.Peak:
+        """The fullest moment of a call on one device, and what it holds then."""
+        return memory.peak(self)
+
+    @property
     def memory_per_device(self) -> int:
-        """Bytes of arrays live at once on one device, before XLA fuses anything."""
-        return report.peak_memory(self)
+        """Bytes that one device holds at the fullest moment: arguments, results, what is between.
+
+        An estimate: which results of elementwise operations XLA never writes is guessed.
+        """
+        return int(self.peak.bytes)
 
     @property
     def bytes_per_device(self) -> float:
         """What one device sends in one call."""
         return sum(c.bytes * c.times for c in self.collectives)
+
+    @property
+    def seconds(self) -> float:
+        """The estimated time of all collectives of one call, one after the other."""
+        return sum(c.seconds * c.times for c in self.collectives)
 
 
 class Infeasible(Exception):
@@ -310,32 +345,51 @@ class Infeasible(Exception):
         self.labels = labels
 
 
-def make_plan(graph: Graph, mesh: Any, strict: bool = False) -> Plan:
-    """Choose a row for every node of the graph."""
-    sizes = tuple(mesh.shape[n] for n in mesh.axis_names)
+def make_plan(
+    graph: Graph, mesh: Any, strict: bool = False, prices: Mapping[Value, float] | None = None
+) -> Plan:
+    """Choose a row for every node of the graph.
+
+    prices: bytes sent that it is worth not to hold one byte of a value; the plan's cost and bound
+    are without them.
+    """
+    sizes, speeds = tuple(mesh.shape[n] for n in mesh.axis_names), speeds_of(mesh)
     for node in graph.nodes:
         if node.fixed is not None:
             node.fixed = canonical(node.fixed, sizes)
     axes = [axis for axis, size in enumerate(sizes) if size > 1]
     if len(axes) <= 2 or _most_rows(graph, len(axes)) <= MOST_ROWS:
-        labels = Labels(graph, sizes)
-        solution = solve(pose(labels, strict))
-        if solution.cost >= cost.IMPOSSIBLE / 2:
+        labels = Labels(graph, sizes, speeds=speeds)
+        solution, total = _solved(labels, strict, prices)
+        if total >= cost.IMPOSSIBLE / 2:
             raise Infeasible(labels)
         rows = _chosen(labels, solution)
-        bound = solution.bound
+        bound = 0.0 if prices else solution.bound
         if labels.by_class:
-            bound = functools.partial(_bound, graph, sizes, strict, solution.cost)
+            bound = functools.partial(_bound, graph, sizes, strict, total, speeds)
     else:
-        labels, solution, rows = _by_pairs_of_axes(graph, sizes, axes, strict)
+        labels, total, rows = _by_pairs_of_axes(graph, sizes, speeds, axes, strict, prices)
         bound = 0.0
     tables = {value: labels.table(value) for value in graph.values() if value.uses}
-    return Plan(graph, mesh, rows, tables, solution.cost, bound)
+    return Plan(graph, mesh, rows, tables, total, bound)
 
 
-def _bound(graph: Graph, sizes: tuple[int, ...], strict: bool, upper: float) -> float:
+def _solved(
+    labels: Labels, strict: bool, prices: Mapping[Value, float] | None
+) -> tuple[Solution, float]:
+    """The solution with prices for memory, and its cost without."""
+    solution = solve(pose(labels, strict, prices))
+    if not prices:
+        return solution, solution.cost
+    problem = pose(labels, strict)
+    return solution, problem.cost(solution.labels, range(len(problem.unary)))
+
+
+def _bound(
+    graph: Graph, sizes: tuple[int, ...], strict: bool, upper: float, speeds: Speeds
+) -> float:
     """The lower bound without classes, to 1 %."""
-    labels = Labels(graph, sizes, by_class=False)
+    labels = Labels(graph, sizes, by_class=False, speeds=speeds)
     slack = 1 + 2 * LATER_IS_CHEAPER  # prices depend a little on the place in the program
     return min(upper, lower_bound(pose(labels, strict), upper * slack, 0.01))
 
@@ -357,27 +411,27 @@ def _all_replicated(graph: Graph, sizes: tuple[int, ...]) -> dict[Node, JointRow
 
 
 def _by_pairs_of_axes(
-    graph: Graph, sizes: tuple[int, ...], axes: Sequence[int], strict: bool
-) -> tuple[Labels, Solution, dict[Node, JointRow]]:
+    graph: Graph, sizes: tuple[int, ...], speeds: Speeds, axes: Sequence[int], strict: bool,
+    prices: Mapping[Value, float] | None,
+) -> tuple[Labels, float, dict[Node, JointRow]]:  # fmt: skip
     """Three axes and more have too many joint rows: two axes at a time, the others as they are.
 
     From everything replicated, until a round over all pairs of axes brings nothing. There is no
     lower bound.
     """
-    rows, best = _all_replicated(graph, sizes), np.inf
+    rows, best, total = _all_replicated(graph, sizes), np.inf, np.inf
     while True:
         before = best
         for pair in itertools.combinations(axes, 2):
-            labels = Labels(graph, sizes, rows, pair)
-            solution = solve(pose(labels, strict))
+            labels = Labels(graph, sizes, rows, pair, speeds=speeds)
+            solution, without_prices = _solved(labels, strict, prices)
             if solution.cost < best - 1e-6:
-                rows, best = _chosen(labels, solution), solution.cost
+                rows, best, total = _chosen(labels, solution), solution.cost, without_prices
         if best >= before * 0.999:
             break
-    if best >= cost.IMPOSSIBLE / 2:
+    if total >= cost.IMPOSSIBLE / 2:
         raise Infeasible(Labels(graph, sizes))
-    labels = Labels(graph, sizes, rows, ())
-    return labels, solve(pose(labels, strict)), rows
+    return Labels(graph, sizes, rows, (), speeds=speeds), total, rows
 
 
 __all__ = ["Collective", "JointRow", "Labels", "Plan", "make_plan", "pose", "signature"]

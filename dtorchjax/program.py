@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +18,11 @@ from dtorchjax.arguments import layout_of_sharding, to_layout
 from dtorchjax.dtensor import DTensor, sharding
 from dtorchjax.errors import PlacementError
 from dtorchjax.graph import build
+from dtorchjax.limit import plan_within
 from dtorchjax.lower import lower, spec, storage_spec
 from dtorchjax.placements import Layout
-from dtorchjax.plan import Infeasible, Plan, make_plan
+from dtorchjax.plan import Infeasible, Plan
+from dtorchjax.registry import LOCALS, RULES
 from dtorchjax.strict import explain_mismatch
 
 
@@ -45,6 +47,7 @@ class Program:
     avals: list[Any]
     out_avals: list[Any]
     constants: list[Any]
+    memory_limit: float | None
 
     def __call__(self, *storages: Any) -> list[Any]:
         if any(isinstance(s, _jax.Tracer) for s in storages):
@@ -104,7 +107,10 @@ class Program:
             return known + [Wanted(None)] * (len(result) - len(known))
 
         mesh, n = self.plan.mesh, len(self.out_layouts)
-        ahead = make_program(forward, mesh, self.avals, self.in_layouts, self.in_layouts, lie)
+        limit = self.memory_limit
+        ahead = make_program(
+            forward, mesh, self.avals, self.in_layouts, self.in_layouts, lie, memory_limit=limit
+        )
 
         def backward(*xs: Any) -> list[Any]:
             count = len(xs) - len(outputs)
@@ -118,7 +124,7 @@ class Program:
         avals = ahead.out_avals[n:] + [self.out_avals[i] for i in outputs]
         back = make_program(
             backward, mesh, avals, layouts, layouts,
-            lambda _: [Wanted(self.in_layouts[i]) for i in inputs],
+            lambda _: [Wanted(self.in_layouts[i]) for i in inputs], memory_limit=limit,
         )  # fmt: skip
         return _Derivative(ahead, back, inputs, outputs)
 
@@ -146,11 +152,13 @@ def make_program(
     labels: Sequence[str] = (),
     strict: bool = False,
     donated: tuple[int, ...] = (),
+    memory_limit: float | None = None,
 ) -> Program:
     """Trace, plan and lower a function of flat whole arrays.
 
     Arguments lie in `arrive` and are redistributed to `wanted`; `out_layouts` gets the result's
-    shapes (a pytree) and says where its leaves go. Raises PlacementError.
+    shapes (a pytree) and says where its leaves go. Raises PlacementError. With a `memory_limit`
+    the plan holds at most so many bytes on one device, if there is one.
     """
     specs = [
         spec(w.joint, len(a.shape), mesh.axis_names) for w, a in zip(wanted, avals, strict=True)
@@ -158,25 +166,18 @@ def make_program(
     closed, shapes = _jax.trace_whole(fun, mesh, avals, specs)
     out_avals, out_tree = jax.tree.flatten(shapes)
     results = out_layouts(shapes)
-    graph = build(
-        _jax.without_dead_code(closed),
-        mesh,
-        [w.joint for w in arrive],
-        [w.joint for w in wanted],
-        results,
-        functools.partial(_constant_layout, mesh),
-        asked_placements(mesh),
-        labels or [f"args[{i}]" for i in range(len(avals))],
-    )
-    try:
-        plan = make_plan(graph, mesh, strict=strict)
-    except Infeasible as infeasible:
-        if strict:
-            raise explain_mismatch(infeasible.labels, mesh) from None
-        asked = [str(r.layout) for r in results if r.layout and r.layout.joint.partial_axes()]
-        raise PlacementError(
-            f"no operation of the program leaves the partial result that is asked for: {asked}"
-        ) from None
+    live = _jax.without_dead_code(closed)
+    key = _plan_key(live, mesh, arrive, wanted, results, labels, strict, donated, memory_limit)
+    found = _plans.get(key)
+    if found is None:
+        plan = _planned(live, mesh, arrive, wanted, results, labels, strict, donated, memory_limit)
+        found = plan, jax.jit(lower(plan), donate_argnums=donated)
+        if key is not None:
+            _plans[key] = found
+            if len(_plans) > MOST_PLANS:
+                del _plans[next(iter(_plans))]
+    plan, run = found
+    graph = plan.graph
     given = [
         result.layout or Layout(mesh, (j := plan.rows[node].inputs[0]).placements, j.order)
         for result, node in zip(results, graph.outputs, strict=True)
@@ -186,8 +187,53 @@ def make_program(
         for x, node in zip(graph.constant_values, graph.constants, strict=True):
             storage = storage_spec(plan.rows[node].outputs[0], np.ndim(x), mesh.axis_names)
             constants.append(jax.device_put(x, NamedSharding(mesh, storage)))
-    run = jax.jit(lower(plan), donate_argnums=donated)
-    return Program(fun, plan, run, arrive, given, out_tree, avals, out_avals, constants)
+    return Program(
+        fun, plan, run, arrive, given, out_tree, avals, out_avals, constants, memory_limit
+    )
+
+
+MOST_PLANS = 64
+_plans: dict[Hashable, tuple[Plan, Any]] = {}
+"""Plans of the programs made last; a program made anew from the same equations takes its plan."""
+
+
+def _plan_key(closed: Any, *rest: Any) -> Hashable:
+    """What a plan depends on; None if it cannot be compared."""
+    try:
+        program = _jax.fingerprint(closed.jaxpr, lambda name: (RULES.get(name), LOCALS.get(name)))
+        # the plan keeps its constants, so that their ids stay theirs
+        options = [tuple(x) if isinstance(x, list) else x for x in rest]
+        key = (program, tuple(map(id, closed.consts)), *options, _jax.settings())
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _planned(
+    closed: Any, mesh: Mesh, arrive: list[Layout], wanted: list[Layout], results: list[Wanted],
+    labels: Sequence[str], strict: bool, donated: tuple[int, ...], memory_limit: float | None,
+) -> Plan:  # fmt: skip
+    graph = build(
+        closed,
+        mesh,
+        [w.joint for w in arrive],
+        [w.joint for w in wanted],
+        results,
+        functools.partial(_constant_layout, mesh),
+        asked_placements(mesh),
+        labels or [f"args[{i}]" for i in range(len(arrive))],
+    )
+    graph.donated = donated
+    try:
+        return plan_within(graph, mesh, memory_limit, strict)
+    except Infeasible as infeasible:
+        if strict:
+            raise explain_mismatch(infeasible.labels, mesh) from None
+        asked = [str(r.layout) for r in results if r.layout and r.layout.joint.partial_axes()]
+        raise PlacementError(
+            f"no operation of the program leaves the partial result that is asked for: {asked}"
+        ) from None
 
 
 # ---- arguments -----------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 
-from dtorchjax.cost import IMPOSSIBLE, LATENCY, LOCAL_COPY
+from dtorchjax.chips import Speeds, simulated
+from dtorchjax.cost import IMPOSSIBLE, LOCAL_COPY
 from dtorchjax.placements import (
     Joint,
     Partial,
@@ -155,12 +156,14 @@ class _Moves:
     index: dict[Joint, int]
     moves: dict[tuple[int, int], Move]
     part: np.ndarray  # part of the array that a device holds, by state
-    sent: np.ndarray  # bytes sent by the direct move, as a fraction of the array; inf if none
+    sent: np.ndarray  # bytes sent (on the fastest axis) by the direct move, as a part of the array
     steps: np.ndarray  # 1 for a collective, else 0
 
 
 @functools.lru_cache(maxsize=512)
-def _moves(rank: int, legal: tuple[Joint, ...], sizes: tuple[int, ...]) -> _Moves:
+def _moves(
+    rank: int, legal: tuple[Joint, ...], sizes: tuple[int, ...], slowness: tuple[float, ...]
+) -> _Moves:
     index = {s: i for i, s in enumerate(legal)}
     n = len(legal)
     part = np.array(
@@ -173,7 +176,8 @@ def _moves(rank: int, legal: tuple[Joint, ...], sizes: tuple[int, ...]) -> _Move
     moves: dict[tuple[int, int], Move] = {}
 
     def offer(i: int, j: int, move: Move) -> None:
-        fraction = move.sent(sizes) * part[i]
+        # a collective over several axes is as slow as the slowest of them
+        fraction = move.sent(sizes) * part[i] * max((slowness[a] for a in move.axes), default=1.0)
         if (fraction, move.is_collective) < (sent[i, j], steps[i, j] if (i, j) in moves else 1):
             sent[i, j], steps[i, j], moves[i, j] = fraction, move.is_collective, move
 
@@ -197,7 +201,8 @@ def _moves(rank: int, legal: tuple[Joint, ...], sizes: tuple[int, ...]) -> _Move
 class Table:
     """Cheapest paths between all states of one array.
 
-    `cost[i, j]` is in bytes: what is sent, LATENCY for each collective, a little for local copies.
+    `cost[i, j]` is in bytes: what is sent on the fastest axis, what starting a
+    collective is worth, a little for local copies.
     """
 
     states: list[Joint]
@@ -227,15 +232,20 @@ class Table:
 
 @functools.lru_cache(maxsize=4096)
 def table(
-    shape: tuple[int, ...], itemsize: int, kinds: tuple[str, ...], sizes: tuple[int, ...]
-) -> Table:
-    """The table of cheapest paths for arrays of this shape, with partial states of `kinds`."""
-    plain = _moves(len(shape), tuple(states(shape, kinds, sizes)), sizes)
+    shape: tuple[int, ...], itemsize: int, kinds: tuple[str, ...], sizes: tuple[int, ...],
+    speeds: Speeds | None = None,
+) -> Table:  # fmt: skip
+    """The table of cheapest paths for arrays of this shape, with partial states of `kinds`.
+
+    Without `speeds`, for the simulated CPU.
+    """
+    speeds = speeds or simulated(len(sizes))
+    plain = _moves(len(shape), tuple(states(shape, kinds, sizes)), sizes, speeds.slowness)
     nbytes = math.prod(shape) * itemsize
     copied = LOCAL_COPY * nbytes * np.minimum(plain.part[:, None], plain.part[None, :])
     direct = np.isfinite(plain.sent)
     sent = np.where(direct, plain.sent, 0.0) * nbytes
-    cost = np.where(direct, sent + plain.steps * LATENCY + copied + 1e-3, IMPOSSIBLE)
+    cost = np.where(direct, sent + plain.steps * speeds.latency + copied + 1e-3, IMPOSSIBLE)
     n = len(plain.states)
     following = np.tile(np.arange(n), (n, 1))
     np.fill_diagonal(cost, 0.0)

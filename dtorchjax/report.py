@@ -6,7 +6,7 @@ import collections
 import html
 import io
 import json
-import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -14,14 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dtorchjax import hlo
+from dtorchjax.chips import chip_of
 from dtorchjax.errors import PlacementError, size_text
-from dtorchjax.graph import Barrier, Loop, Node, Scope, Value
-from dtorchjax.placements import Joint, local_shape
 
 if TYPE_CHECKING:
     from dtorchjax.plan import Plan
 
-COLUMNS = ("where", "needed by", "collective", "axes", "bytes x times", "why")
+COLUMNS = ("where", "needed by", "collective", "axes", "bytes x times", "time", "why")
 
 
 def totals(plan: Plan) -> dict[tuple[str, str], float]:
@@ -41,8 +40,33 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
     for (where, primitive, kind, axes, why), group in groups.items():
         count = sum(c.times for c in group)
         amount = size_text(group[0].bytes) if len({c.bytes for c in group}) == 1 else "various"
-        rows.append((where, primitive, kind, axes, f"{amount} x {count:g}", why))
+        time = time_text(sum(c.seconds * c.times for c in group))
+        rows.append((where, primitive, kind, axes, f"{amount} x {count:g}", time, why))
     return rows
+
+
+def time_text(seconds: float) -> str:
+    """`12 us`, `3.4 ms`, `1.2 s`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _summary(plan: Plan) -> list[str]:
+    lines = [
+        f"  {kind} over {axes}: {size_text(sent)}"
+        for (kind, axes), sent in sorted(totals(plan).items())
+    ]
+    known = plan.known_bound
+    chip = chip_of(plan.mesh.devices.flat[0].device_kind).name
+    return [
+        *lines,
+        f"  {size_text(plan.bytes_per_device)} sent per device, about {time_text(plan.seconds)} on "
+        f"{chip}; {size_text(plan.memory_per_device)} held at the peak",
+        f"  cost {size_text(plan.cost)}"
+        + (f"; no plan is below {size_text(known)}" if known else ""),
+    ]
 
 
 def table_text(plan: Plan, width: int = 140) -> str:
@@ -50,19 +74,7 @@ def table_text(plan: Plan, width: int = 140) -> str:
     table = Table(*COLUMNS, box=box.SIMPLE_HEAD)
     for row in _rows(plan):
         table.add_row(*row)
-    out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None)
-    console.print(table)
-    for (kind, axes), sent in sorted(totals(plan).items()):
-        console.print(f"  {kind} over {axes}: {size_text(sent)}", highlight=False)
-    console.print(
-        f"  {size_text(plan.bytes_per_device)} sent per device; "
-        f"{size_text(plan.memory_per_device)} of arrays live at the peak; "
-        f"cost {size_text(plan.cost)}"
-        + (f", no plan below {size_text(known)}" if (known := plan.known_bound) else ""),
-        highlight=False,
-    )
-    return out.getvalue()
+    return _rendered(table, _summary(plan), width)
 
 
 def to_json(plan: Plan) -> str:
@@ -72,6 +84,7 @@ def to_json(plan: Plan) -> str:
             mesh={n: int(s) for n, s in zip(plan.mesh.axis_names, plan.sizes, strict=True)},
             bytes_per_device=plan.bytes_per_device,
             memory_per_device=plan.memory_per_device,
+            seconds=plan.seconds,
             cost=plan.cost,
             bound=plan.known_bound,
             collectives=[c.as_dict() for c in plan.collectives],
@@ -85,76 +98,71 @@ def to_html(plan: Plan) -> str:
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in _rows(plan))
     return (
         f"<table><thead><tr>{cells(COLUMNS, 'th')}</tr></thead><tbody>{body}</tbody></table>"
-        f"<p>{size_text(plan.bytes_per_device)} sent per device, "
-        f"{size_text(plan.memory_per_device)} of arrays at the peak</p>"
+        f"<p>{'<br>'.join(html.escape(line.strip()) for line in _summary(plan))}</p>"
     )
 
 
-def verify(plan: Plan, text: str) -> None:
+def verify(plan: Plan, text: str) -> str:
     """See `Plan.verify`; `text` is optimized HLO."""
-    sizes = dict(zip(plan.mesh.axis_names, plan.sizes, strict=True))
-    planned: dict[str, float] = collections.defaultdict(float)
-    found: dict[str, float] = collections.defaultdict(float)
+    names = plan.mesh.axis_names
+    planned: dict[str, list[float]] = collections.defaultdict(list)
+    found: dict[str, list[float]] = collections.defaultdict(list)
     for c in plan.collectives:
-        group = f"groups of {math.prod(sizes[a] for a in c.axes)}"
-        planned["permutes" if c.kind == "permute" else group] += c.bytes * c.times
+        over = (
+            "permutes"
+            if c.kind == "permute"
+            else f"over {','.join(sorted(c.axes, key=names.index))}"
+        )
+        planned[over].append(c.bytes * c.times)
     for sent in hlo.collectives(text):
+        axes = hlo.axes_of(sent.groups, plan.sizes)
+        over = f"over {','.join(names[a] for a in axes)}" if axes is not None else "over no axes"
         permute = sent.kind == "collective-permute"
-        found["permutes" if permute else f"groups of {sent.group}"] += sent.sent * sent.times
-    wrong = [
-        f"  {where}: planned {size_text(planned[where])}, compiled {size_text(found[where])}"
-        for where in sorted({*planned, *found})
-        if abs(planned[where] - found[where]) > max(64, 0.02 * found[where])
-    ]
+        found["permutes" if permute else over].append(sent.sent * sent.times)
+    lines, wrong = [], False
+    for over in sorted({*planned, *found}):
+        ours, theirs = planned[over], found[over]
+        line = f"  {over}: planned {size_text(sum(ours))}, compiled {size_text(sum(theirs))}"
+        if abs(sum(ours) - sum(theirs)) > max(64, 0.02 * sum(theirs)):
+            wrong = True
+        elif len(ours) != len(theirs):
+            verb = "merged" if len(theirs) < len(ours) else "split"
+            line += f" (XLA {verb} {len(ours)} collectives into {len(theirs)})"
+        lines.append(line)
     if wrong:
-        raise PlacementError("\n".join(["the compiled program sends other bytes:", *wrong]))
+        raise PlacementError("\n".join(["the compiled program sends other bytes:", *lines]))
+    return "\n".join(lines)
 
 
-# ---- memory --------------------------------------------------------------------------------------
+def difference(plan: Plan, other: Plan) -> str:
+    """See `Plan.diff`."""
+
+    def by_need(p: Plan) -> dict[tuple[str, ...], float]:
+        found: dict[tuple[str, ...], float] = collections.defaultdict(float)
+        for c in p.collectives:
+            found[c.where, c.primitive, c.kind, ",".join(c.axes)] += c.bytes * c.times
+        return found
+
+    before, after = by_need(plan), by_need(other)
+    table = Table(
+        "where", "needed by", "collective", "axes", "before", "after", box=box.SIMPLE_HEAD
+    )
+    for key in {**before, **after}:
+        old, new = before.get(key, 0.0), after.get(key, 0.0)
+        if abs(old - new) > 0.5:
+            table.add_row(*key, *(size_text(n) if n else "-" for n in (old, new)))
+    figures = [
+        ("sent per device", plan.bytes_per_device, other.bytes_per_device),
+        ("held at the peak", plan.memory_per_device, other.memory_per_device),
+    ]
+    lines = [f"  {what}: {size_text(a)} -> {size_text(b)}" for what, a, b in figures]
+    return _rendered(table if table.row_count else "  the same collectives", lines)
 
 
-def peak_memory(plan: Plan) -> int:
-    """Bytes of arrays that are live at once on one device, at most; fusion may need less.
-
-    Arguments stay live throughout; a value and its copies from its first to its last use.
-    """
-    inputs = sum(_size(plan, n.outputs[0]) for n in [*plan.graph.inputs, *plan.graph.constants])
-    return int(inputs + _peak(plan, plan.graph.top))
-
-
-def _size(plan: Plan, value: Value) -> float:
-    places: list[Joint] = [plan.produced(value)]
-    places += [move.target for move, _, _ in plan.moves.get(value, ())]
-    shapes = (local_shape(value.aval.shape, w, plan.sizes) for w in places)
-    return sum(math.prod(shape) for shape in shapes) * value.aval.dtype.itemsize
-
-
-def _touches(step: Any) -> tuple[list[Value], list[Value], list[Scope]]:
-    """Values that a step of a scope reads and makes in this scope, and its inner scopes."""
-    if isinstance(step, Node):
-        return step.inputs, step.outputs, []
-    if isinstance(step, Barrier):
-        return [p.inputs[0] for p in step.ports], [p.outputs[0] for p in step.ports], []
-    assert isinstance(step, Loop)
-    first = [p.inputs[0] for p in [*step.consts, *step.carries, *step.entering]]
-    if step.kind == "cond" and step.test is not None:
-        first.append(step.test.inputs[0])
-    last = [p.outputs[-1] for p in [*step.carries, *step.leaving]]
-    return first, last, step.scopes
-
-
-def _peak(plan: Plan, scope: Scope) -> float:
-    last: dict[Value, int] = {}
-    steps = [_touches(step) for step in scope.steps]
-    for i, (reads, _, _) in enumerate(steps):
-        last.update((v, i) for v in reads)
-    for node in plan.graph.outputs:
-        last[node.inputs[0]] = len(steps)
-    live: dict[Value, float] = {}
-    peak = 0.0
-    for i, (_, makes, scopes) in enumerate(steps):
-        live.update((v, _size(plan, v)) for v in makes)
-        inner = max((_peak(plan, s) for s in scopes), default=0.0)
-        peak = max(peak, sum(live.values()) + inner)
-        live = {v: size for v, size in live.items() if last.get(v, -1) > i}
-    return peak
+def _rendered(first: Any, lines: Sequence[str], width: int = 140) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None, force_jupyter=False)
+    console.print(first)
+    for line in lines:
+        console.print(line, highlight=False)
+    return out.getvalue()

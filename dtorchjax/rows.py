@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from dtorchjax import _jax
+from dtorchjax.chips import Speeds, simulated
 from dtorchjax.classes import LARGE, representatives
 from dtorchjax.graph import Graph, Node, Value
 from dtorchjax.notation import PlacementSignature, Row
@@ -117,9 +118,11 @@ class Labels:
         current: dict[Node, JointRow] | None = None,
         free: Sequence[int] = (),
         by_class: bool = True,
+        speeds: Speeds | None = None,
     ):
         self.graph, self.sizes = graph, sizes
         self.current, self.free = current, free
+        self.speeds = speeds or simulated(len(sizes))
         self.kinds: dict[Value, set[str]] = {}
         self._rows: dict[Any, list[JointRow]] = {}
         self._find_kinds()
@@ -233,7 +236,9 @@ class Labels:
             for row in self.of[node]:
                 kinds |= kinds_of(row.inputs[i].placements)
         aval = value.aval
-        return table(tuple(aval.shape), aval.dtype.itemsize, tuple(sorted(kinds)), self.sizes)
+        return table(
+            tuple(aval.shape), aval.dtype.itemsize, tuple(sorted(kinds)), self.sizes, self.speeds
+        )
 
 
 def deeper(where: Joint) -> Joint:

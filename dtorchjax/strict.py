@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ast
 import builtins
+import sys
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 
 from dtorchjax import _jax
 from dtorchjax.cost import IMPOSSIBLE
@@ -271,6 +273,12 @@ def _words(placement: Placement) -> str:
     return str(placement)
 
 
+def _is_module(name: str, file: str) -> bool:
+    """True if the name is an import of the file, or of another cell of a notebook."""
+    in_session = getattr(sys.modules.get("__main__"), name, None)
+    return name in _jax.imported_names(file) or isinstance(in_session, ModuleType)
+
+
 def _argument_texts(where: _jax.Where | None, count: int) -> list[str]:
     """How the user wrote the `count` arrays that enter an expression, in order."""
     unknown = [f"operand_{i}" for i in range(count)]
@@ -284,7 +292,7 @@ def _argument_texts(where: _jax.Where | None, count: int) -> list[str]:
         while isinstance(root, ast.Attribute):
             root = root.value
         assert where is not None
-        module = isinstance(root, ast.Name) and root.id in _jax.imported_names(where.file)
+        module = isinstance(root, ast.Name) and _is_module(root.id, where.file)
         if isinstance(tree.func, ast.Attribute) and not module:
             parts = [tree.func.value, *parts]  # a method
     elif isinstance(tree, ast.BinOp):

@@ -11,7 +11,7 @@ from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 import dtorchjax as dt
-from dtorchjax import plan, rows
+from dtorchjax import plan, program, rows
 from dtorchjax.cost import IMPOSSIBLE
 
 MOST = 3e7
@@ -25,7 +25,7 @@ def mesh():
 def planned(mesh, seed, equations, monkeypatch):
     """(plan, the problem that it solves) of a random program."""
     rng = np.random.default_rng(seed)
-    program, shapes = random_program(rng, equations, wide=bool(seed % 2))
+    fun, shapes = random_program(rng, equations, wide=bool(seed % 2))
     posed = []
 
     def keep(problem, *args, **options):
@@ -34,8 +34,9 @@ def planned(mesh, seed, equations, monkeypatch):
 
     solve = plan.solve
     monkeypatch.setattr(plan, "solve", keep)
+    monkeypatch.setattr(program, "_plans", {})
     where = [random_placements(rng, s, (2, 4)) for s in shapes]
-    step = dt.jit(program, mesh=mesh, in_placements=where)
+    step = dt.jit(fun, mesh=mesh, in_placements=where)
     return step.explain(*random_arrays(rng, shapes)), posed[0]
 
 
@@ -153,6 +154,7 @@ def test_equal_layers_are_planned_as_one(mesh, monkeypatch):
     where = [["R", "S2"]] * 6, ["S0", "R"]
     exact = dt.explain(step, weights, x, mesh=mesh, in_placements=where)
     monkeypatch.setattr(rows, "LARGE", 1)
+    monkeypatch.setattr(program, "_plans", {})
     by_class = dt.jit(step, mesh=mesh, in_placements=where)
     found = by_class.explain(weights, x)
     labels = rows.Labels(found.graph, found.sizes)

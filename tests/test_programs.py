@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 from jax import numpy as jnp
 from jax.extend.core import Primitive
@@ -507,5 +508,52 @@ def test_verify_says_what_differs(mesh24):
     one = dt.jit(lambda x: x * 2, mesh=mesh24, in_placements=("S0,R",), out_placements="S0,R")
     other = dt.jit(lambda x: x * 2, mesh=mesh24, in_placements=("S0,R",), out_placements="R")
     one.explain(x).verify(one.lower(x).compile())
-    with pytest.raises(dt.PlacementError, match=r"groups of 2: planned 0 B, compiled 256 B"):
+    with pytest.raises(dt.PlacementError, match=r"over dp: planned 0 B, compiled 256 B"):
         one.explain(x).verify(other.lower(x).compile())
+
+
+# ---- plans are made once -------------------------------------------------------------------------
+
+
+def test_a_program_made_again_takes_its_plan(mesh24):
+    def compiled(scale, **options):
+        def layer(x, w):
+            return jax.nn.gelu(x @ w) * scale, None
+
+        return dt.jit(
+            lambda x, w: jax.lax.scan(layer, x, w)[0], mesh=mesh24,
+            in_placements=("S0,R", "R,S2"), **options,
+        )  # fmt: skip
+
+    x, w = normal(0, 8, 16), normal(1, 3, 16, 16)
+    plan = compiled(2.0).explain(x, w)
+    assert compiled(2.0).explain(x, w) is plan
+    assert compiled(3.0).explain(x, w) is not plan
+    assert compiled(2.0, memory_limit=1e9).explain(x, w) is not plan
+    assert compiled(2.0).explain(x[:4], w) is not plan
+    np.testing.assert_allclose(compiled(3.0)(x, w), compiled(3.0).fun(x, w), rtol=1e-5)
+
+
+def test_programs_with_other_closed_over_arrays_are_other_programs(mesh24):
+    x = normal(0, 8, 16)
+
+    def compiled(array):
+        return dt.jit(lambda x: x + array, mesh=mesh24, in_placements=("S0,R",))
+
+    one, two = jnp.ones((8, 16)), jnp.full((8, 16), 2.0)
+    assert float(compiled(one)(x)[0, 0] - x[0, 0]) == pytest.approx(1)
+    assert float(compiled(two)(x)[0, 0] - x[0, 0]) == pytest.approx(2)
+    assert compiled(one).explain(x) is compiled(one).explain(x)
+
+
+def test_dropout_of_flax_moves_no_masks(mesh24):
+    """flax asks, by `reshard`, for nothing on Auto axes: masks are drawn where they are used."""
+    dropout = nnx.Dropout(0.5)
+
+    def drop(x, key):
+        return dropout(x, deterministic=False, rngs=key)
+
+    x, key = normal(0, 8, 16), jax.random.key(0)
+    step = dt.jit(drop, mesh=mesh24, in_placements=("S0,S1", "R"), out_placements="S0,S1")
+    assert step.explain(x, key).bytes_per_device == 0
+    np.testing.assert_array_equal(step(x, key), drop(x, key))
