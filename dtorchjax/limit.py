@@ -8,10 +8,12 @@ of loops are computed again (`remat`).
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 from typing import Any
 
+from dtorchjax.cost import part
 from dtorchjax.errors import size_text
 from dtorchjax.graph import Graph, Value
 from dtorchjax.memory import AGAIN
@@ -40,7 +42,7 @@ def plan_within(graph: Graph, mesh: Any, limit: float | None, strict: bool = Fal
         least = make_plan(graph, mesh, strict)
         if least.memory_per_device <= limit:
             return least
-    separate_far_uses(graph)
+    separate_far_uses(graph, _held_on_several(least))
     for last in (False, True):
         if last:
             recompute_residuals(graph, contractions=True)
@@ -78,6 +80,12 @@ def _priced(graph: Graph, mesh: Any, strict: bool, limit: float, last: bool) -> 
         least = min(least, plan, key=lambda p: p.memory_per_device)
         low = high
     return least
+
+
+def _held_on_several(plan: Plan) -> set[Value]:
+    """The values that are live at the fullest moment on more devices than they need be."""
+    devices = math.prod(plan.sizes)
+    return {v for v, where in plan.peak.live if part(where, plan.sizes) * devices > 1.5}
 
 
 def _with_late_uses(live: Iterable[tuple[Value, Joint]]) -> set[Value]:

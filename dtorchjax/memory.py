@@ -76,8 +76,13 @@ AGAIN = "again"
 
 
 def is_short_lived(value: Value) -> bool:
-    """True if copies of the value serve near uses only: far ones take it through a port."""
+    """True if copies of the value serve near uses only: far ones take it through a port.
+
+    A copy that enters a loop stays while the loop runs.
+    """
     ports = [value.producer, *(user for user, _ in value.uses)]
+    if any(user.kind == "enter" or user.name in ("scan", "while") for user, _ in value.uses):
+        return False
     return any(port is not None and port.name == AGAIN for port in ports)
 
 

@@ -9,7 +9,7 @@ from the early ones by a barrier, so that a gathered copy need not be held in be
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from jax.core import ShapedArray
@@ -33,17 +33,22 @@ def recompute_residuals(graph: Graph, contractions: bool) -> bool:
     elementwise work and data movement is computed again. Results of inner loops are always saved.
     """
     changed = False
+    for forward, backward in list(_linked_scans(graph)):
+        changed |= _Recomputation(graph, forward, backward, contractions).run()
+    if changed:
+        without_dead_nodes(graph)
+    return changed
+
+
+def _linked_scans(graph: Graph) -> Iterator[tuple[Loop, Loop]]:
+    """Scans of which the second takes, step by step, what the first one leaves."""
     for scope in scopes(graph.top):
         loops = [step for step in scope.steps if isinstance(step, Loop) and step.kind == "scan"]
         maker = {port: loop for loop in loops for port in loop.leaving}
         for backward in loops:
-            for forward in {maker.get(_maker(port)): 0 for port in backward.entering}:
-                if forward is None or forward.scan.length != backward.scan.length:  # type: ignore[union-attr]
-                    continue
-                changed |= _Recomputation(graph, forward, backward, contractions).run()
-    if changed:
-        without_dead_nodes(graph)
-    return changed
+            for forward in dict.fromkeys(maker.get(_maker(port)) for port in backward.entering):
+                if forward and forward.scan.length == backward.scan.length:  # type: ignore[union-attr]
+                    yield forward, backward
 
 
 def _maker(port: Node) -> Any:
@@ -171,26 +176,33 @@ class _Recomputation:
 # ---- far uses ------------------------------------------------------------------------------------
 
 
-def separate_far_uses(graph: Graph) -> bool:
-    """Give late uses of an array a port of their own, behind a barrier; False if there are none.
+def separate_far_uses(graph: Graph, values: Collection[Value]) -> bool:
+    """Give late uses of these arrays a port of their own, behind a barrier; False if none has any.
 
-    The barrier waits for the last value that is made before the late user, so that XLA neither
-    merges the two copies nor makes the second one early.
+    What enters loops is left out (it can be gathered inside them), and so is what is inside the
+    loops of a forward and a backward pass, where nothing is held for long. The barrier waits for
+    the last value that is made before the late user, so that XLA neither merges the two copies nor
+    makes the second one early.
     """
     changed = False
+    layers = {s for pair in _linked_scans(graph) for loop in pair for s in loop.scopes}
     for scope in scopes(graph.top):
+        if scope in layers:
+            continue
         at = {node: i for i, step in enumerate(scope.steps) for node in ports_in(step)}
         late: dict[int, list[tuple[Value, list[tuple[Node, int]]]]] = {}
         for value, uses in _uses_by_step(at, scope):
+            if value not in values or any(user.kind == "enter" for user, _ in uses):
+                continue
             for i in range(1, len(uses)):
                 first = at[uses[i][0]]
                 far = max(FAR, len(scope.steps) // 20)
                 if first - at[uses[i - 1][0]] >= far:
                     group = [u for u in uses[i:] if at[u[0]] - first < far]
                     late.setdefault(first, []).append((value, group))
-        barriers = {}
+        barriers, split = {}, {value for groups in late.values() for value, _ in groups}
         for step, groups in late.items():
-            last = _last_made(scope, at, step, {value for value, _ in groups})
+            last = _last_made(scope, at, step, split)
             if last is not None:
                 ports = [_pass(value, uses, scope) for value, uses in (*groups, last)]
                 barriers[step] = Barrier(ports)

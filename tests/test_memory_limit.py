@@ -31,6 +31,15 @@ def training_step(loss):
     return step
 
 
+def tied(w, x):
+    """The first matrix is used at both ends, some activations early and late."""
+    first = w[0][0]
+    y = x @ first
+    for layer in w[1:]:
+        y = block(y, layer) * jnp.tanh(x)
+    return jnp.mean((y @ first.T - x) ** 2) + jnp.mean(y**2)
+
+
 def scanned(w, x):
     x, _ = lax.scan(lambda x, w: (block(x, w), None), x, w)
     return jnp.mean(x**2)
@@ -56,6 +65,18 @@ def weights(loss):
 
 def gathered(plan):
     return sum(c.bytes * c.times for c in plan.collectives if c.kind == "all-gather")
+
+
+@pytest.mark.parametrize("part", [0.9, 0.6, 0.01])
+def test_values_under_any_limit(mesh, part):
+    step, args = training_step(tied), arguments(unrolled)
+    options = dict(mesh=mesh, in_placements=(weights(unrolled), ["S0"]))
+    limit = part * dt.explain(step, *args, **options).memory_per_device
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        got = dt.jit(step, memory_limit=limit, **options)(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(step(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", [scanned, unrolled])
@@ -170,3 +191,24 @@ def test_fused_results_are_not_counted(mesh):
     plan = dt.explain(lambda x: jnp.tanh(x * 2 + 1) ** 3, x, mesh=mesh, in_placements="S0")
     assert plan.memory_per_device == 2 * x.nbytes / 8
     assert memory.peak(plan).bytes == plan.memory_per_device
+
+
+def test_far_uses_one_after_the_other(mesh):
+    """The value that a barrier waits for may itself have a far use."""
+
+    def program(w, x):
+        y = x @ w
+        for _ in range(20):
+            y = jnp.sin(y)
+        z = y * 2
+        out = z @ w
+        for _ in range(20):
+            out = jnp.sin(out)
+        return out + z
+
+    w, x = np.eye(64, dtype="float32"), np.ones((1024, 64), "float32")
+    options = dict(mesh=mesh, in_placements=(["S0"], ["S0"]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        got = dt.jit(program, memory_limit=1.0, **options)(w, x)
+    np.testing.assert_allclose(got, program(w, x), rtol=1e-5)
