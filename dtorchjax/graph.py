@@ -403,6 +403,25 @@ def build(
     )
 
 
+def scopes(scope: Scope) -> Iterator[Scope]:
+    """A scope and all that are inside it."""
+    yield scope
+    for step in scope.steps:
+        if isinstance(step, Loop):
+            for inner in step.scopes:
+                yield from scopes(inner)
+
+
+def entered(step: Node | Loop | Barrier) -> list[Node]:
+    """The nodes that take their inputs when a scope comes to this step."""
+    if isinstance(step, Node):
+        return [step]
+    if isinstance(step, Barrier):
+        return step.ports
+    first = [*step.consts, *step.carries, *step.entering]
+    return [*first, step.test] if step.kind == "cond" and step.test is not None else first
+
+
 def in_order(graph: Graph) -> list[Node]:
     """All nodes of a graph that may have been changed, each after those that it takes from."""
 

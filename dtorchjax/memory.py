@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from dtorchjax.graph import Barrier, Node, Scope, Value
+from dtorchjax.graph import Barrier, Node, Scope, Value, entered
 from dtorchjax.placements import Joint, local_shape
 
 if TYPE_CHECKING:
@@ -100,9 +100,7 @@ def moments(scope: Scope) -> Iterator[_Moment]:
         elif isinstance(step, Barrier):
             yield _Moment([(p, 0) for p in step.ports], [p.outputs[0] for p in step.ports], [])
         else:
-            first = [(p, 0) for p in (*step.consts, *step.carries, *step.entering)]
-            if step.kind == "cond" and step.test is not None:
-                first.append((step.test, 0))
+            first = [(p, 0) for p in entered(step)]
             last = [p.outputs[-1] for p in (*step.carries, *step.leaving)]
             yield _Moment(first, last, step.scopes)
 

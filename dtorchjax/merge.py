@@ -7,10 +7,9 @@ is needed, are reduced as one vector.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from dtorchjax.graph import Barrier, Loop, Node, Scope, Value
+from dtorchjax.graph import Loop, Node, Scope, Value, entered, scopes
 from dtorchjax.redistribute import Move
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ SMALL = 2
 def merged_reductions(plan: Plan) -> dict[tuple[Value, Move], list[tuple[Value, Move]]]:
     """Members of a merged reduction -> all members, in order."""
     found: dict[tuple[Value, Move], list[tuple[Value, Move]]] = {}
-    for scope in _scopes(plan.graph.top):
+    for scope in scopes(plan.graph.top):
         made, needed = _times(plan, scope)
         waiting = [
             (needed[value, move], made[value], order, value, move)
@@ -58,20 +57,12 @@ def _mergeable(plan: Plan, value: Value, move: Move) -> bool:
     )
 
 
-def _scopes(scope: Scope) -> Iterable[Scope]:
-    yield scope
-    for step in scope.steps:
-        if isinstance(step, Loop):
-            for inner in step.scopes:
-                yield from _scopes(inner)
-
-
 def _times(plan: Plan, scope: Scope) -> tuple[dict[Value, int], dict[tuple[Value, Move], int]]:
     """At which step each value of a scope is made, and each of its moves is first needed."""
     at: dict[Node, int] = {}
     made: dict[Value, int] = {}
     for i, step in enumerate(scope.steps):
-        for node in _entered(step):
+        for node in entered(step):
             at[node] = i
     for node in plan.graph.nodes:
         for value in node.outputs:
@@ -94,13 +85,3 @@ def _times(plan: Plan, scope: Scope) -> tuple[dict[Value, int], dict[tuple[Value
                 needed[value, move] = min(needed.get((value, move), end), when)
                 move = before.get(move.source)
     return made, needed
-
-
-def _entered(step: Node | Loop | Barrier) -> Iterable[Node]:
-    """The nodes that take their inputs when a scope comes to this step."""
-    if isinstance(step, Node):
-        return [step]
-    if isinstance(step, Barrier):
-        return step.ports
-    first = [*step.consts, *step.carries, *step.entering]
-    return [*first, step.test] if step.kind == "cond" and step.test is not None else first

@@ -15,7 +15,7 @@ from typing import Any
 from jax.core import ShapedArray
 
 from dtorchjax import cost
-from dtorchjax.graph import Barrier, Graph, Loop, Node, Scope, Value, in_order
+from dtorchjax.graph import Barrier, Graph, Loop, Node, Scope, Value, entered, in_order, scopes
 from dtorchjax.memory import AGAIN
 
 FAR = 16
@@ -189,7 +189,7 @@ def separate_far_uses(graph: Graph, values: Collection[Value]) -> bool:
     for scope in scopes(graph.top):
         if scope in layers:
             continue
-        at = {node: i for i, step in enumerate(scope.steps) for node in ports_in(step)}
+        at = {node: i for i, step in enumerate(scope.steps) for node in entered(step)}
         late: dict[int, list[tuple[Value, list[tuple[Node, int]]]]] = {}
         for value, uses in _uses_by_step(at, scope):
             if value not in values or any(user.kind == "enter" for user, _ in uses):
@@ -250,24 +250,6 @@ def _pass(value: Value, uses: list[tuple[Node, int]], scope: Scope) -> Node:
 
 
 # ---- changing a graph ----------------------------------------------------------------------------
-
-
-def scopes(scope: Scope) -> Iterator[Scope]:
-    """A scope and all that are inside it."""
-    yield scope
-    for step in scope.steps:
-        if isinstance(step, Loop):
-            for inner in step.scopes:
-                yield from scopes(inner)
-
-
-def ports_in(step: Node | Loop | Barrier) -> list[Node]:
-    """The nodes that read values of the scope at this step."""
-    if isinstance(step, Node):
-        return [step]
-    if isinstance(step, Barrier):
-        return step.ports
-    return [*step.consts, *step.carries, *step.entering]
 
 
 def _connect(node: Node, inputs: list[Value], outputs: list[Value]) -> None:
