@@ -211,9 +211,11 @@ class _Builder:
         if name not in RULES:
             raise located(missing_rule(name), self.where(eqn))
         results = [Value(var.aval, scope) for var in eqn.outvars]
+        params = _jax.clean_params(eqn)
+        if getattr(RULES[name], "needs_mesh", False):
+            params["mesh"] = self.mesh
         node = self.node(
-            "equation", operands, results, name=name, eqn=eqn, params=_jax.clean_params(eqn),
-            where=self.where(eqn),
+            "equation", operands, results, name=name, eqn=eqn, params=params, where=self.where(eqn),
         )  # fmt: skip
         scope.steps.append(node)
         return results
