@@ -8,6 +8,7 @@ import glob
 import linecache
 import math
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -402,3 +403,11 @@ def equations(jaxpr: Any) -> Sequence[Any]:
 def short_type(aval: Any) -> str:
     """`f32[8,512]`"""
     return ShapedArray(aval.shape, aval.dtype).str_short(short_dtypes=True)
+
+
+def asked_by_an_operator() -> bool:
+    """True if an operator of a jax.Array called the `__jax_array__` that calls this.
+
+    It asks before it lets the other operand's reflected operator have the call.
+    """
+    return sys._getframe(2).f_code.co_name.startswith("_operator_")

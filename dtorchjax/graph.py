@@ -100,7 +100,10 @@ class Barrier:
 
 @dataclasses.dataclass(eq=False)
 class Graph:
-    """A whole program; `donated` are the inputs whose memory the results may take."""
+    """A whole program; `donated` are the inputs whose memory the results may take.
+
+    `eager`: one operation on DTensors. It takes them as they lie, so work done twice is free.
+    """
 
     top: Scope
     nodes: list[Node]
@@ -109,6 +112,7 @@ class Graph:
     outputs: list[Node]
     constant_values: list[Any]
     donated: Sequence[int] = ()
+    eager: bool = False
 
     def values(self) -> Iterator[Value]:
         for node in self.nodes:
@@ -364,8 +368,8 @@ def build(
     """The graph of a closed jaxpr.
 
     Arguments arrive in `in_layouts` and are redistributed to `wanted` where that differs. Each of
-    `results` has a `layout` (None: to be chosen, but not partial), `asked` (the user said so) and
-    a `label`.
+    `results` has a `layout` (None: to be chosen, but only partial if `partial`), `asked` (the user
+    said so) and a `label`.
 
     Raises PlacementError for a primitive without a rule.
     """
@@ -392,7 +396,7 @@ def build(
     outputs = [
         builder.node(
             "output", [value], [], fixed=wanted.layout and wanted.layout.joint,
-            partial_allowed=False, label=wanted.label, asked=wanted.asked,
+            partial_allowed=wanted.partial, label=wanted.label, asked=wanted.asked,
         )
         for value, wanted in zip(made, results, strict=True)
     ]  # fmt: skip
