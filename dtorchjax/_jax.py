@@ -306,6 +306,11 @@ def where(eqn: Any) -> Where | None:
     return _where(eqn.source_info.traceback)
 
 
+def where_called() -> Where | None:
+    """The innermost line outside installed libraries that is running now."""
+    return _where(source_info_util.current().traceback)
+
+
 def fingerprint(jaxpr: Any, rule_of: Callable[[str], Any]) -> Hashable:
     """A key that equal programs share: equations, parameters, the user's lines, their rules.
 

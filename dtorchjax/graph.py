@@ -130,6 +130,7 @@ class _Builder:
         self.top = Scope()
         self.constant_of: dict[int, Value] = {}
         self.place: _jax.Where | None = None  # the user's line, inside a library's function
+        self.called: _jax.Where | None = None  # the line of equations that have none of their own
 
     def node(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **kw: Any) -> Node:
         scope = outputs[0].scope if outputs else inputs[0].scope
@@ -175,7 +176,7 @@ class _Builder:
         return [read(atom) for atom in jaxpr.outvars]
 
     def where(self, eqn: Any) -> _jax.Where | None:
-        return self.place or _jax.where(eqn)
+        return self.place or _jax.where(eqn) or self.called
 
     def equation(self, eqn: Any, operands: list[Value], scope: Scope) -> list[Value]:
         name = eqn.primitive.name
@@ -187,7 +188,7 @@ class _Builder:
             outer = self.place
             if outer is None and _jax.is_library_program(jaxpr):
                 # its own lines are of no use, and those of its first caller if jax has cached it
-                self.place = _jax.where(eqn)
+                self.place = self.where(eqn)
             results = self.run(jaxpr, self.close(constants, jaxpr, scope), operands, scope)
             self.place = outer
             return results
@@ -364,16 +365,18 @@ def build(
     constant_layout: Callable[[Any], Joint],
     annotations: dict[str, Callable[[dict, Sequence[int]], Layout | None]],
     in_labels: Sequence[str],
+    called: _jax.Where | None = None,
 ) -> Graph:
     """The graph of a closed jaxpr.
 
     Arguments arrive in `in_layouts` and are redistributed to `wanted` where that differs. Each of
     `results` has a `layout` (None: to be chosen, but only partial if `partial`), `asked` (the user
-    said so) and a `label`.
+    said so) and a `label`. Equations without a line of the user's have the line `called`.
 
     Raises PlacementError for a primitive without a rule.
     """
     builder = _Builder(mesh, annotations)
+    builder.called = called
     jaxpr = closed.jaxpr
     inputs = [
         builder.node("input", [], [Value(v.aval, builder.top)], fixed=where, label=label)

@@ -238,6 +238,7 @@ def _planned(
         functools.partial(_constant_layout, mesh),
         asked_placements(mesh),
         labels or [f"args[{i}]" for i in range(len(arrive))],
+        _jax.where_called() if eager else None,
     )
     graph.donated, graph.eager = donated, eager
     try:
