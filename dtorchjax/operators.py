@@ -342,6 +342,7 @@ class Operators:
     if TYPE_CHECKING:  # what the subclass has
         storage: Any
         layout: Layout
+        shape: Any
 
         def to_array(self) -> jax.Array: ...
 
@@ -379,7 +380,7 @@ class Operators:
         return run_eagerly(_take, self, *arrays, index=index)
 
     def __iter__(self) -> Iterator[DTensor]:
-        if not self.layout.joint.partial_axes() and self.storage.ndim == 0:
+        if not self.shape:
             raise TypeError("iteration over a 0-d DTensor")
         return iter(run_eagerly(_rows, self))
 
