@@ -315,8 +315,8 @@ def _take(x: Any, *arrays: Any, index: Any) -> Any:
     return x[_with_arrays(index, arrays)]
 
 
-def _rows(x: Any) -> list[Any]:
-    return [x[i] for i in range(x.shape[0])]
+def _row(x: Any, i: Any) -> Any:
+    return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
 
 class Operators:
@@ -375,6 +375,8 @@ class Operators:
 
     def __getitem__(self, index: Any) -> DTensor:
         """`x[2:4]`, `x[None, ..., 0]`, `x[rows]`: arrays are operands, all else is static."""
+        if type(index) is int and self.shape:  # one program for all rows
+            return run_eagerly(_row, self, index)
         arrays: list[Any] = []
         index = _without_arrays(index, arrays)
         return run_eagerly(_take, self, *arrays, index=index)
@@ -382,7 +384,7 @@ class Operators:
     def __iter__(self) -> Iterator[DTensor]:
         if not self.shape:
             raise TypeError("iteration over a 0-d DTensor")
-        return iter(run_eagerly(_rows, self))
+        return (self[i] for i in range(self.shape[0]))
 
     @property
     def at(self) -> At:
