@@ -222,8 +222,11 @@ class _Hole(int):
 
 
 def _without_arrays(value: Any, arrays: list[Any]) -> Any:
-    """The value with a hole for every array in it; the arrays are appended to `arrays`."""
-    if isinstance(value, ARRAYS) or _is_dtensor(value):
+    """The value with a hole for every array in it; the arrays are appended to `arrays`.
+
+    numpy's scalars stay: they may be an axis or a size.
+    """
+    if isinstance(value, jax.Array | np.ndarray | Operators):
         arrays.append(value)
         return _Hole(len(arrays) - 1)
     if type(value) in (tuple, list):
@@ -375,7 +378,8 @@ class Operators:
 
     def __getitem__(self, index: Any) -> DTensor:
         """`x[2:4]`, `x[None, ..., 0]`, `x[rows]`: arrays are operands, all else is static."""
-        if type(index) is int and self.shape:  # one program for all rows
+        is_row = isinstance(index, int | np.integer) and not isinstance(index, bool)
+        if is_row and self.shape:  # one program for all rows
             return run_eagerly(_row, self, index)
         arrays: list[Any] = []
         index = _without_arrays(index, arrays)

@@ -54,7 +54,7 @@ EITHER = {
     "< <=": lambda x, y: (x < y) ^ (x <= 1),
     "> >=": lambda x, y: (x > y) ^ (0 >= x),
     "== !=": lambda x, y: (x == y) | (x != 1),
-    "sum": lambda x, y: x.sum(0),
+    "sum": lambda x, y: x.sum(np.int64(0)) + x[np.int32(2)],
     "max": lambda x, y: x.max(axis=1) + x.min(axis=0, keepdims=True),
     "argmax": lambda x, y: x.argmax(0) - y.argmin(1),
     "sort": lambda x, y: x.sort(1).cumsum(1).round(),
@@ -225,6 +225,7 @@ def test_programs_are_kept(mesh24):
         call(x, y)
         assert made(call, y, x) == 0
     assert made(lambda: x * 4.0) == 0  # another number
+    assert made(list, x.T[:4]) == 1 and made(list, x.T[4:]) == 0  # one program for all rows
     for other in (lambda: x[:, 1:4], lambda: x * 3, lambda: x * True, lambda: x.T * x.T):
         assert made(other)
     for zero in (0.0, -0.0):
