@@ -8,6 +8,7 @@ import glob
 import linecache
 import math
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -349,6 +350,11 @@ def where(eqn: Any) -> Where | None:
     return _where(eqn.source_info.traceback)
 
 
+def where_called() -> Where | None:
+    """The innermost line outside installed libraries that is running now."""
+    return _where(source_info_util.current().traceback)
+
+
 def fingerprint(jaxpr: Any, rule_of: Callable[[str], Any]) -> Hashable:
     """A key that equal programs share: equations, parameters, the user's lines, their rules.
 
@@ -446,3 +452,11 @@ def equations(jaxpr: Any) -> Sequence[Any]:
 def short_type(aval: Any) -> str:
     """`f32[8,512]`"""
     return ShapedArray(aval.shape, aval.dtype).str_short(short_dtypes=True)
+
+
+def asked_by_an_operator() -> bool:
+    """True if an operator of a jax.Array called the `__jax_array__` that calls this.
+
+    It asks before it lets the other operand's reflected operator have the call.
+    """
+    return sys._getframe(2).f_code.co_name.startswith("_operator_")

@@ -145,7 +145,7 @@ def _local_moves(paths: Table, zero: bool) -> np.ndarray:
 
 def _row_costs(node: Node, labels: Labels) -> np.ndarray:
     rows = labels.of[node]
-    if node.kind != "equation":
+    if node.kind != "equation" or labels.graph.eager:
         return np.zeros(len(rows))
     ins, outs = [v.aval for v in node.inputs], [v.aval for v in node.outputs]
     moves = find_rule(node.name).moves
@@ -387,7 +387,7 @@ def make_plan(
         if node.fixed is not None:
             node.fixed = canonical(node.fixed, sizes)
     axes = [axis for axis, size in enumerate(sizes) if size > 1]
-    if len(axes) <= 2 or _most_rows(graph, len(axes)) <= MOST_ROWS:
+    if len(axes) <= 2 or graph.eager or _most_rows(graph, len(axes)) <= MOST_ROWS:
         labels = Labels(graph, sizes, speeds=speeds)
         solution, total = _solved(labels, strict, prices)
         if total >= cost.IMPOSSIBLE / 2:
