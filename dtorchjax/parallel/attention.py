@@ -131,7 +131,7 @@ def _ring(
         following = _next(block, axes)  # travels while the block here is at work
         return (attend(softmax, queries, block, _offset(i, q, axes), problem), following), None
 
-    carry = begin(queries), (k, v)
+    carry = begin(queries, (k, v)), (k, v)
     if size > 1:
         carry, _ = lax.scan(step, carry, jnp.arange(size - 1))
     softmax, block = carry

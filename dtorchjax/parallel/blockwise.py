@@ -67,11 +67,10 @@ def joined_queries(chunks: Any, length: int) -> Any:
     return x.reshape(*x.shape[:2], -1, x.shape[4])
 
 
-def begin(queries: Any) -> Softmax:
-    """The softmax of no keys."""
-    wide, shape = _wide(queries), queries.shape
-    nothing = jnp.full(shape[:-1], NOTHING, wide)
-    return Softmax(nothing, jnp.zeros(shape[:-1], wide), jnp.zeros(shape, wide))
+def begin(queries: Any, block: Any) -> Softmax:
+    """The softmax of no keys, to which blocks such as `block` will come."""
+    zeros = _zeros(queries.shape, queries, *block)
+    return Softmax(zeros[..., 0] + NOTHING, zeros[..., 0], zeros)
 
 
 def attend(softmax: Softmax, q: Any, block: Any, offset: Any, problem: Problem) -> Softmax:
@@ -121,7 +120,7 @@ def gradients(
     """
     length = block[0].shape[1]
     keys = chunked(block[0]), chunked(block[1])
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x)), keys)
+    nothing = tuple(_zeros(x.shape, q, *block, g) for x in keys)
 
     def each_queries(sums: Any, row: Any) -> Any:
         i, q, g, logsumexp, mean = row
@@ -145,7 +144,7 @@ def gradients(
             dq, dk, dv = _where_visible(see, (dq, dk, dv), i, j, q, k, offset, problem)
             return dq, (dk, dv)
 
-        dq, sums = lax.scan(each_keys, jnp.zeros(q.shape, _wide(q)), _numbered(*keys, *sums))
+        dq, sums = lax.scan(each_keys, _zeros(q.shape, q, *block, g), _numbered(*keys, *sums))
         return sums, dq
 
     (dk, dv), dq = lax.scan(each_queries, nothing, _numbered(q, g, logsumexp, mean))
@@ -154,6 +153,17 @@ def gradients(
 
 def _wide(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _zeros(shape: tuple[int, ...], *xs: Any) -> Any:
+    """Zeros to which products of `xs` are added.
+
+    They are made from `xs`, for in a shard_map of the user's, what a loop starts with has to vary
+    along the same mesh axes as what it makes of that.
+    """
+    zeros = jnp.zeros(shape, _wide(xs[0]))
+    zero = (jnp.where(x.ravel()[:1].sum() > 0, 0, 0) for x in xs)
+    return sum((z.astype(zeros.dtype) for z in zero), zeros)
 
 
 def _einsum(sentence: str, x: Any, y: Any) -> Any:

@@ -112,17 +112,21 @@ def _places(expert_index: Any, n_experts: int, capacity: int, groups: int) -> An
     if tokens % groups:
         raise ValueError(f"{groups} groups do not divide {tokens} tokens")
     expert = expert_index.astype(jnp.int32)
-    group = jnp.arange(tokens, dtype=jnp.int32)[:, None] // (tokens // groups)
+    group = _count(tokens)[:, None] // (tokens // groups)
     known = (expert >= 0) & (expert < n_experts)
     queue = jnp.where(known, expert * groups + group, n_experts * groups).reshape(-1)
     order = jnp.argsort(queue, stable=True)
     ahead = jnp.searchsorted(queue[order], queue[order])  # where this queue starts
-    position = jnp.zeros_like(queue).at[order].set(jnp.arange(len(queue)) - ahead)
+    position = jnp.zeros_like(queue).at[order].set(_count(len(queue)) - ahead.astype(jnp.int32))
     place = queue * capacity + position
     room = n_experts * groups * capacity
     return jnp.where(known.reshape(-1) & (position < capacity), place, room).reshape(
         tokens, choices
     )
+
+
+def _count(n: int) -> Any:
+    return jnp.arange(n, dtype=jnp.int32)
 
 
 def _mine(places: Any, share: int, room: int, axes: tuple[str, ...]) -> Any:
@@ -134,8 +138,10 @@ def _mine(places: Any, share: int, room: int, axes: tuple[str, ...]) -> Any:
 def _take(tokens: Any, places: Any, n_experts: int, room: int) -> Any:
     """[n_experts, room, d]: at each place its token, or zeros."""
     count, choices = places.shape
-    source = jnp.repeat(jnp.arange(count), choices)
-    token_at = jnp.full(n_experts * room, count).at[places.reshape(-1)].set(source, mode="drop")
+    source = jnp.repeat(_count(count), choices)
+    token_at = (
+        jnp.full(n_experts * room, count, jnp.int32).at[places.reshape(-1)].set(source, mode="drop")
+    )
     rows = tokens.at[token_at].get(mode="fill", fill_value=0)
     return rows.reshape(n_experts, room, -1)
 
