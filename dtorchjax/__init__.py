@@ -12,6 +12,7 @@ from dtorchjax.devices import init_device_mesh, simulate_devices
 from dtorchjax.dtensor import DTensor, distribute_tensor, full, ones, randn, zeros
 from dtorchjax.errors import PlacementError, PlacementMismatchError
 from dtorchjax.notation import PlacementSignature, einsum_signature
+from dtorchjax.operators import redistribution
 from dtorchjax.placements import Layout, Optional, Partial, Placement, Replicate, Shard
 from dtorchjax.plan import Plan
 from dtorchjax.registry import elementwise, local, refuse, rule
@@ -40,6 +41,7 @@ __all__ = [
     "full",
     "randn",
     "redistribute",
+    "redistribution",
     "jit",
     "explain",
     "Plan",

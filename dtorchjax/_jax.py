@@ -8,6 +8,7 @@ import glob
 import linecache
 import math
 import os
+import sys
 import sysconfig
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from jax import numpy as jnp
 from jax._src import source_info_util, traceback_util
 from jax.extend import core
 from jax.extend import random as extend_random
-from jax.interpreters import partial_eval
+from jax.interpreters import ad, partial_eval
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -51,6 +52,29 @@ _whole_trace = jax.make_user_context(default_value=False)
 def in_whole_trace() -> bool:
     """True while `trace_whole` runs a user's function."""
     return bool(_whole_trace.value)
+
+
+def not_whole_trace() -> Any:
+    """A context in which functions run as they would outside of `trace_whole`."""
+    return _whole_trace(False)
+
+
+def user_context() -> Any:
+    """A thread-local value that is part of the key of jax's caches; None at first."""
+    return jax.make_user_context(default_value=None)
+
+
+def axis_size(name: str) -> int:
+    return int(jax.lax.axis_size(name))
+
+
+def axis_is_bound(name: str) -> bool:
+    """True inside a shard_map or vmap over an axis of this name."""
+    try:
+        jax.lax.axis_size(name)
+    except NameError:
+        return False
+    return True
 
 
 def whole_aval(x: Any) -> jax.ShapeDtypeStruct:
@@ -95,6 +119,16 @@ def without_dead_code(closed: Any) -> Any:
     return closed.replace(jaxpr=jaxpr)
 
 
+def dead_code_rule(primitive: Any, rule: Callable[..., Any]) -> None:
+    """`rule(used results, equation) -> (used operands, equation or None)` for `primitive`."""
+    partial_eval.dce_rules[primitive] = rule
+
+
+def zero_tangent(x: Any) -> Any:
+    """The symbolic zero tangent of a value."""
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
 # ---- equations that contain programs -------------------------------------------------------------
 
 
@@ -124,6 +158,17 @@ def inner_program(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     if name not in INLINED:
         return None
     return open_jaxpr(eqn.params[INLINED[name]])
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """All programs among an equation's parameters, whatever they are for."""
+    found = []
+    for p in eqn.params.values():
+        for item in p if isinstance(p, list | tuple) else (p,):
+            jaxpr = open_jaxpr(item)[0]
+            if hasattr(jaxpr, "eqns"):
+                found.append(jaxpr)
+    return found
 
 
 def recomputes(eqn: Any) -> bool:
@@ -305,6 +350,11 @@ def where(eqn: Any) -> Where | None:
     return _where(eqn.source_info.traceback)
 
 
+def where_called() -> Where | None:
+    """The innermost line outside installed libraries that is running now."""
+    return _where(source_info_util.current().traceback)
+
+
 def fingerprint(jaxpr: Any, rule_of: Callable[[str], Any]) -> Hashable:
     """A key that equal programs share: equations, parameters, the user's lines, their rules.
 
@@ -402,3 +452,11 @@ def equations(jaxpr: Any) -> Sequence[Any]:
 def short_type(aval: Any) -> str:
     """`f32[8,512]`"""
     return ShapedArray(aval.shape, aval.dtype).str_short(short_dtypes=True)
+
+
+def asked_by_an_operator() -> bool:
+    """True if an operator of a jax.Array called the `__jax_array__` that calls this.
+
+    It asks before it lets the other operand's reflected operator have the call.
+    """
+    return sys._getframe(2).f_code.co_name.startswith("_operator_")

@@ -17,13 +17,14 @@ from dtorchjax.arguments import layout_of_sharding, to_layout
 from dtorchjax.chips import speeds_of
 from dtorchjax.errors import PlacementError
 from dtorchjax.lower import add_terms, drop_terms, storage_spec
+from dtorchjax.operators import Operators
 from dtorchjax.placements import Layout, Partial, Placement, R
 from dtorchjax.redistribute import apply_move, table
 from dtorchjax.rows import canonical
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class DTensor:
+class DTensor(Operators):
     """An array of global `shape` whose parts lie on the devices of `mesh` by `placements`.
 
     The storage is one `jax.Array`: for R and S the array itself with a NamedSharding; for P there
@@ -98,7 +99,9 @@ class DTensor:
         """
         self._check()
         target = to_layout(placements, self.mesh, self.shape)
-        moved = _mover(self.mesh, self.layout, target, self.shape, self.dtype)
+        traced = isinstance(self.storage, _jax.Tracer)
+        make = _differentiable_mover if traced else _mover
+        moved = make(self.mesh, self.layout, target, self.shape, self.dtype)
         return DTensor(moved(self.storage), target)
 
     def reduce_partial(self) -> DTensor:
@@ -214,6 +217,8 @@ class DTensor:
     def __jax_array__(self) -> Any:
         if _jax.in_whole_trace():  # a constant of the program, where it lies
             return self.to_array()
+        if _jax.asked_by_an_operator():
+            return self  # no array: jax leaves `array + self` to us
         raise TypeError(
             "a jax.numpy function got a DTensor. Run it on the whole array with "
             "dt.jit(fun)(x), for example dt.jit(jnp.exp)(x), or take x.full_tensor()"
@@ -266,6 +271,20 @@ def _mover(mesh: Mesh, source: Layout, target: Layout, shape: tuple[int, ...], d
             check_vma=False,
         )
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _differentiable_mover(
+    mesh: Mesh, source: Layout, target: Layout, shape: tuple[int, ...], dtype: Any
+) -> Any:
+    """The same under a transformation: the identity as a program, whose gradient is planned too."""
+    from dtorchjax.program import Wanted, make_program
+
+    program = make_program(
+        lambda x: x, mesh, [jax.ShapeDtypeStruct(shape, dtype)], [source], [source],
+        lambda _: [Wanted(target, asked=True)], eager=True,
+    )  # fmt: skip
+    return lambda storage: program(storage)[0]
 
 
 def _plain(dtype: Any) -> bool:

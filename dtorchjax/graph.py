@@ -100,7 +100,10 @@ class Barrier:
 
 @dataclasses.dataclass(eq=False)
 class Graph:
-    """A whole program; `donated` are the inputs whose memory the results may take."""
+    """A whole program; `donated` are the inputs whose memory the results may take.
+
+    `eager`: one operation on DTensors. It takes them as they lie, so work done twice is free.
+    """
 
     top: Scope
     nodes: list[Node]
@@ -109,6 +112,7 @@ class Graph:
     outputs: list[Node]
     constant_values: list[Any]
     donated: Sequence[int] = ()
+    eager: bool = False
 
     def values(self) -> Iterator[Value]:
         for node in self.nodes:
@@ -126,6 +130,7 @@ class _Builder:
         self.top = Scope()
         self.constant_of: dict[int, Value] = {}
         self.place: _jax.Where | None = None  # the user's line, inside a library's function
+        self.called: _jax.Where | None = None  # the line of equations that have none of their own
 
     def node(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **kw: Any) -> Node:
         scope = outputs[0].scope if outputs else inputs[0].scope
@@ -171,7 +176,7 @@ class _Builder:
         return [read(atom) for atom in jaxpr.outvars]
 
     def where(self, eqn: Any) -> _jax.Where | None:
-        return self.place or _jax.where(eqn)
+        return self.place or _jax.where(eqn) or self.called
 
     def equation(self, eqn: Any, operands: list[Value], scope: Scope) -> list[Value]:
         name = eqn.primitive.name
@@ -183,7 +188,7 @@ class _Builder:
             outer = self.place
             if outer is None and _jax.is_library_program(jaxpr):
                 # its own lines are of no use, and those of its first caller if jax has cached it
-                self.place = _jax.where(eqn)
+                self.place = self.where(eqn)
             results = self.run(jaxpr, self.close(constants, jaxpr, scope), operands, scope)
             self.place = outer
             return results
@@ -211,9 +216,11 @@ class _Builder:
         if name not in RULES:
             raise located(missing_rule(name), self.where(eqn))
         results = [Value(var.aval, scope) for var in eqn.outvars]
+        params = _jax.clean_params(eqn)
+        if getattr(RULES[name], "needs_mesh", False):
+            params["mesh"] = self.mesh
         node = self.node(
-            "equation", operands, results, name=name, eqn=eqn, params=_jax.clean_params(eqn),
-            where=self.where(eqn),
+            "equation", operands, results, name=name, eqn=eqn, params=params, where=self.where(eqn),
         )  # fmt: skip
         scope.steps.append(node)
         return results
@@ -360,16 +367,18 @@ def build(
     constant_layout: Callable[[Any], Joint],
     annotations: dict[str, Callable[[dict, Sequence[int]], Layout | None]],
     in_labels: Sequence[str],
+    called: _jax.Where | None = None,
 ) -> Graph:
     """The graph of a closed jaxpr.
 
     Arguments arrive in `in_layouts` and are redistributed to `wanted` where that differs. Each of
-    `results` has a `layout` (None: to be chosen, but not partial), `asked` (the user said so) and
-    a `label`.
+    `results` has a `layout` (None: to be chosen, but only partial if `partial`), `asked` (the user
+    said so) and a `label`. Equations without a line of the user's have the line `called`.
 
     Raises PlacementError for a primitive without a rule.
     """
     builder = _Builder(mesh, annotations)
+    builder.called = called
     jaxpr = closed.jaxpr
     inputs = [
         builder.node("input", [], [Value(v.aval, builder.top)], fixed=where, label=label)
@@ -392,7 +401,7 @@ def build(
     outputs = [
         builder.node(
             "output", [value], [], fixed=wanted.layout and wanted.layout.joint,
-            partial_allowed=False, label=wanted.label, asked=wanted.asked,
+            partial_allowed=wanted.partial, label=wanted.label, asked=wanted.asked,
         )
         for value, wanted in zip(made, results, strict=True)
     ]  # fmt: skip

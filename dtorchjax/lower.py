@@ -54,6 +54,8 @@ class Local:
             self._make(value, move.source, have, together)
         if together and (value, move) in self.plan.merged:
             self._reduce_together(self.plan.merged[value, move])
+        elif move.kind == "empty":
+            have[target] = NOTHING
         else:
             have[target] = apply_move(have[move.source], move, self.names, self.sizes)
 
@@ -175,9 +177,37 @@ class Local:
 
             return run
 
-        results = lax.switch(index, [branch(b) for b in range(len(loop.scopes))], *operands)
+        branches = [branch(b) for b in range(len(loop.scopes))]
+        if any(self.plan.produced(port.outputs[0]).is_local for port in loop.leaving):
+            branches = _same_structure(branches, operands)
+        results = lax.switch(index, branches, *operands)
         for port, x in zip(loop.leaving, results, strict=True):
             self.give(port.outputs[0], x)
+
+
+NOTHING = ()
+"""What a branch of a cond keeps for the backward pass of a dfunction that another branch runs."""
+
+
+def _same_structure(branches: list[Callable[..., Any]], operands: Sequence[Any]) -> list[Any]:
+    """Branches that return zeros in place of `NOTHING`, shaped as in the branch that has something."""
+    results = zip(*(jax.eval_shape(branch, *operands) for branch in branches), strict=True)
+    shapes = [next((x for x in column if x != NOTHING), NOTHING) for column in results]
+
+    def filled(x: Any, like: Any) -> Any:
+        if not (isinstance(x, tuple) and x == NOTHING):
+            return x
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
+
+    def complete(branch: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *xs: [filled(x, s) for x, s in zip(branch(*xs), shapes, strict=True)]
+
+    return [complete(branch) for branch in branches]
+
+
+def _is_array(x: Any) -> bool:
+    """False for what a dfunction keeps, a tree of arrays."""
+    return hasattr(x, "dtype")
 
 
 def _apart(x: Any, last: Any) -> Any:
@@ -185,6 +215,8 @@ def _apart(x: Any, last: Any) -> Any:
 
     XLA on the CPU drops optimization barriers before it merges equal collectives.
     """
+    if not (_is_array(x) and _is_array(last)):
+        return x
     if last.size == 0 or not (
         jnp.issubdtype(x.dtype, jnp.number) and jnp.issubdtype(last.dtype, jnp.number)
     ):
@@ -196,7 +228,7 @@ def _apart(x: Any, last: Any) -> Any:
 
 def _strong(x: Any, port: Node) -> Any:
     """A carry's type must not change; weak types of literals would."""
-    return lax.convert_element_type(x, port.outputs[0].aval.dtype)
+    return lax.convert_element_type(x, port.outputs[0].aval.dtype) if _is_array(x) else x
 
 
 def lower(plan: Plan) -> Callable[..., list[Any]]:
@@ -213,10 +245,7 @@ def lower(plan: Plan) -> Callable[..., list[Any]]:
             run.give(node.outputs[0], drop_terms(x, plan.rows[node].outputs[0]))
         run.run(graph.top)
         return [
-            add_terms(
-                jnp.asarray(run.fetch(node, 0), node.inputs[0].aval.dtype),
-                plan.rows[node].inputs[0],
-            )
+            add_terms(_strong_result(run.fetch(node, 0), node), plan.rows[node].inputs[0])
             for node in graph.outputs
         ]
 
@@ -234,17 +263,30 @@ def lower(plan: Plan) -> Callable[..., list[Any]]:
     )
 
 
+def _strong_result(x: Any, node: Node) -> Any:
+    return jnp.asarray(x, node.inputs[0].aval.dtype) if _is_array(x) else x
+
+
 def storage_spec(where: Joint, rank: int, names: Sequence[str]) -> PartitionSpec:
-    """How an array is stored: one leading dim per partial axis, sharded on that axis."""
+    """How an array is stored: one leading dim per partial axis, sharded on that axis.
+
+    What a dfunction keeps has one for every mesh axis, in all its arrays.
+    """
+    if where.is_local:
+        return PartitionSpec(*names)
     return PartitionSpec(*(names[a] for a in where.partial_axes()), *spec(where, rank, names))
 
 
 def drop_terms(x: Any, where: Joint) -> Any:
     """Storage -> a device's own term."""
+    if where.is_local:
+        return jax.tree.map(lambda y: y.reshape(y.shape[len(where.placements) :]), x)
     n = len(where.partial_axes())
     return x.reshape(x.shape[n:]) if n else x
 
 
 def add_terms(x: Any, where: Joint) -> Any:
     """A device's own term -> storage."""
+    if where.is_local:
+        return jax.tree.map(lambda y: y.reshape((1,) * len(where.placements) + y.shape), x)
     return x.reshape((1,) * len(where.partial_axes()) + x.shape) if where.partial_axes() else x

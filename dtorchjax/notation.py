@@ -387,7 +387,9 @@ class Dims:
             else dims
         )
         return Dims(
-            (self.factors[d] for d in picked), [self.shape[d] for d in picked if self.shape]
+            (self.factors[d] for d in picked),
+            [self.shape[d] for d in picked if self.shape],
+            self.dtype,
         )
 
     def drop(self, *groups: Iterable[int]) -> Dims:
@@ -397,7 +399,8 @@ class Dims:
     def shared(self, dims: Sequence[int], other: Iterable[str]) -> Dims:
         """These dims take the factors of another operand."""
         new = dict(zip(dims, other, strict=True))
-        return Dims((new.get(d, f) for d, f in enumerate(self.factors)), self.shape)
+        factors = (new.get(d, f) for d, f in enumerate(self.factors))
+        return Dims(factors, self.shape, self.dtype)
 
     def whole(self, *dims: int) -> Dims:
         """These dims are needed whole on every device."""
@@ -407,6 +410,7 @@ class Dims:
                 for d, f in enumerate(self.factors)
             ),
             self.shape,
+            self.dtype,
         )
 
     def __str__(self) -> str:

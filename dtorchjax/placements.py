@@ -93,6 +93,23 @@ class Optional(Placement):
         return "Optional()"
 
 
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Local(Placement):
+    """What a dfunction keeps for its backward pass: every device its own, whatever its shape.
+
+    `key` says by which row it was made; only the same row can use it. Nothing else can be done
+    with such a value but to carry it along.
+    """
+
+    key: Any
+
+    def __str__(self) -> str:
+        return "L"
+
+    def __repr__(self) -> str:
+        return f"Local({self.key})"
+
+
 R = Replicate()
 _FORM = re.compile(r"(?:(R)|S(-?\d+)(?:/(\d+))?|(P)(?:\((\w+)\))?|(-))")
 
@@ -146,6 +163,11 @@ class Joint(NamedTuple):
     def partial_axes(self) -> tuple[int, ...]:
         return tuple(a for a, p in enumerate(self.placements) if isinstance(p, Partial))
 
+    @property
+    def is_local(self) -> bool:
+        """True for what a dfunction keeps on its device."""
+        return any(isinstance(p, Local) for p in self.placements)
+
     def __str__(self) -> str:
         text = ",".join(map(str, self.placements))
         plain = tuple(range(len(self.order)))
@@ -164,6 +186,8 @@ def joint(placements: Sequence[Placement], order: Sequence[int] | None = None) -
         return Joint(found, plain)
     if sorted(order) != list(plain):
         raise PlacementError(f"order must be a permutation of {plain}, not {tuple(order)}")
+    if any(isinstance(p, Local) for p in found):
+        return Joint(found, tuple(order))
     result = list(plain)
     for dim in {p.dim for p in found if isinstance(p, Shard)}:
         group = [a for a in order if isinstance(p := found[a], Shard) and p.dim == dim]

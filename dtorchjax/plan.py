@@ -28,7 +28,7 @@ from dtorchjax.merge import merged_reductions
 from dtorchjax.placements import Joint, R, Replicate, Shard, joint
 from dtorchjax.redistribute import Move, Table
 from dtorchjax.registry import find_rule
-from dtorchjax.rows import JointRow, Labels, canonical, signature
+from dtorchjax.rows import JointRow, Labels, canonical, signature, whole_row
 from dtorchjax.solver import Problem, Solution, lower_bound, solve
 
 LATER_IS_CHEAPER = 1e-6
@@ -130,7 +130,7 @@ def is_zero(value: Value) -> bool:
 
 def fits_locally(have: Joint, wanted: Joint, zero: bool = False) -> bool:
     """True if a device makes its `wanted` part out of its own `have` part (R -> S, zeros -> P)."""
-    if have == wanted:
+    if have == wanted or wanted.is_local:
         return True
     for p, q in zip(have.placements, wanted.placements, strict=True):
         if p != q and not (isinstance(p, Replicate) and (isinstance(q, Shard) or zero)):
@@ -145,12 +145,25 @@ def _local_moves(paths: Table, zero: bool) -> np.ndarray:
 
 def _row_costs(node: Node, labels: Labels) -> np.ndarray:
     rows = labels.of[node]
-    if node.kind != "equation":
+    if node.kind != "equation" or labels.graph.eager:
         return np.zeros(len(rows))
     ins, outs = [v.aval for v in node.inputs], [v.aval for v in node.outputs]
     moves = find_rule(node.name).moves
     work = cost.work(node.name, ins, outs, node.params, moves, labels.speeds)
-    return np.array([cost.row_cost(work, outs, r, labels.sizes) for r in rows]) * node.scope.weight
+    costs = [cost.row_cost(work, outs, r, labels.sizes) for r in rows]
+    for i, row in enumerate(rows):
+        for sent in communication_inside(node, row):
+            slow = max(labels.speeds.slowness[a] for a in sent.axes)
+            costs[i] += (sent.bytes * slow + labels.speeds.latency) * sent.times
+    return np.array(costs) * node.scope.weight
+
+
+def communication_inside(node: Node, row: JointRow) -> Sequence[Any]:
+    """The collectives that the body of a dfunction makes in this row."""
+    inside = getattr(find_rule(node.name), "communication", None) if node.kind == "equation" else None
+    if inside is None:
+        return ()
+    return inside([v.aval for v in node.inputs], node.params, row.inputs, row.outputs)
 
 
 # ---- the plan ------------------------------------------------------------------------------------
@@ -245,6 +258,8 @@ class Plan:
         for value in self._values_of(scope):
             found += self._of_value(value)
         for step in scope.steps:
+            if isinstance(step, Node):
+                found += self._inside(step)
             if isinstance(step, Loop):
                 inner = [self._collectives(s) for s in step.scopes]
                 if step.kind == "cond":
@@ -252,6 +267,20 @@ class Plan:
                 else:
                     found += itertools.chain(*inner)
         return found
+
+    def _inside(self, node: Node) -> Iterable[Collective]:
+        """The collectives of a dfunction's body."""
+        for sent in communication_inside(node, self.rows[node]):
+            yield Collective(
+                kind=sent.kind,
+                axes=tuple(self.mesh.axis_names[a] for a in sent.axes),
+                bytes=sent.bytes,
+                times=int(node.scope.times) * sent.times,
+                primitive=node.name,
+                where=str(node.where or ""),
+                why=f"inside `{node.params['body'].name}`",
+                seconds=seconds(sent.bytes, sent.axes, self.mesh),
+            )
 
     def _values_of(self, scope: Scope) -> Iterable[Value]:
         return (v for v in self.moves if v.scope is scope)
@@ -358,7 +387,7 @@ def make_plan(
         if node.fixed is not None:
             node.fixed = canonical(node.fixed, sizes)
     axes = [axis for axis, size in enumerate(sizes) if size > 1]
-    if len(axes) <= 2 or _most_rows(graph, len(axes)) <= MOST_ROWS:
+    if len(axes) <= 2 or graph.eager or _most_rows(graph, len(axes)) <= MOST_ROWS:
         labels = Labels(graph, sizes, speeds=speeds)
         solution, total = _solved(labels, strict, prices)
         if total >= cost.IMPOSSIBLE / 2:
@@ -407,7 +436,19 @@ def _chosen(labels: Labels, solution: Solution) -> dict[Node, JointRow]:
 
 def _all_replicated(graph: Graph, sizes: tuple[int, ...]) -> dict[Node, JointRow]:
     whole = joint((R,) * len(sizes))
-    return {n: JointRow((whole,) * len(n.inputs), (whole,) * len(n.outputs)) for n in graph.nodes}
+    rows: dict[Node, JointRow] = {}
+    kept: dict[Value, Joint] = {}  # what dfunctions keep for their backward pass
+    for node in graph.nodes:
+        n_in, n_out = len(node.inputs), len(node.outputs)
+        if node.kind == "equation":
+            row = whole_row(signature(node).rows, n_in, n_out)
+            sides = [tuple(joint((p,) * len(sizes)) for p in side) for side in row]
+        else:
+            where = next((kept[v] for v in node.inputs if v in kept), whole)
+            sides = [(where,) * n_in, (where,) * n_out]
+        rows[node] = JointRow(*sides)
+        kept.update((v, j) for v, j in zip(node.outputs, sides[1], strict=True) if j.is_local)
+    return rows
 
 
 def _by_pairs_of_axes(

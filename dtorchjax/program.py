@@ -20,18 +20,22 @@ from dtorchjax.errors import PlacementError
 from dtorchjax.graph import build
 from dtorchjax.limit import plan_within
 from dtorchjax.lower import lower, spec, storage_spec
-from dtorchjax.placements import Layout
+from dtorchjax.placements import Layout, kinds_of
 from dtorchjax.plan import Infeasible, Plan
 from dtorchjax.registry import LOCALS, RULES
 from dtorchjax.strict import explain_mismatch
 
 
 class Wanted(NamedTuple):
-    """Where a result should lie: None if the plan may choose; whether the user said so; a name."""
+    """Where a result should lie: None if the plan may choose; whether the user said so; a name.
+
+    `partial`: the plan may choose a partial result.
+    """
 
     layout: Layout | None
     asked: bool = False
     label: str = "the result"
+    partial: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,6 +52,7 @@ class Program:
     out_avals: list[Any]
     constants: list[Any]
     memory_limit: float | None
+    eager: bool = False
 
     def __call__(self, *storages: Any) -> list[Any]:
         if any(isinstance(s, _jax.Tracer) for s in storages):
@@ -67,14 +72,14 @@ class Program:
             return self.run(*storages, *self.constants)
 
         def forward(*storages: Any) -> tuple[list[Any], list[Any]]:
-            results = self._derivative.forward.run(*storages, *self._derivative.forward.constants)
+            results = self._derivative.forward(*storages)  # traced again by a second derivative
             n = len(self.out_layouts)
             return results[:n], results[n:]
 
         def backward(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
             d = self._derivative
             inexact = [cotangents[i] for i in d.outputs]
-            gradients = d.backward.run(*residuals, *inexact, *d.backward.constants)
+            gradients = d.backward(*residuals, *inexact)
             found: list[Any] = [None] * len(self.avals)
             for i, g in zip(d.inputs, gradients, strict=True):
                 found[i] = g
@@ -88,6 +93,13 @@ class Program:
         inputs = [i for i, a in enumerate(self.avals) if _inexact(a)]
         outputs = [i for i, a in enumerate(self.out_avals) if _inexact(a)]
         pull: list[Any] = []
+        found = [self.in_layouts[i] for i in inputs] + [self.out_layouts[i] for i in outputs]
+        for layout in found:
+            for op in kinds_of(layout.placements) - {"sum"}:
+                raise PlacementError(
+                    f"a partial {op} {layout} has no gradient: its terms cannot hold one. Make and "
+                    "reduce it in one program under dt.jit, or of what is not sharded there"
+                )
 
         def forward(*xs: Any) -> list[Any]:
             def of_inexact(*ds: Any) -> list[Any]:
@@ -104,12 +116,12 @@ class Program:
         known = [Wanted(layout) for layout in self.out_layouts]
 
         def lie(result: Any) -> list[Wanted]:
-            return known + [Wanted(None)] * (len(result) - len(known))
+            return known + [Wanted(None, partial=self.eager)] * (len(result) - len(known))
 
         mesh, n = self.plan.mesh, len(self.out_layouts)
-        limit = self.memory_limit
+        options: dict[str, Any] = dict(memory_limit=self.memory_limit, eager=self.eager)
         ahead = make_program(
-            forward, mesh, self.avals, self.in_layouts, self.in_layouts, lie, memory_limit=limit
+            forward, mesh, self.avals, self.in_layouts, self.in_layouts, lie, **options
         )
 
         def backward(*xs: Any) -> list[Any]:
@@ -124,7 +136,7 @@ class Program:
         avals = ahead.out_avals[n:] + [self.out_avals[i] for i in outputs]
         back = make_program(
             backward, mesh, avals, layouts, layouts,
-            lambda _: [Wanted(self.in_layouts[i]) for i in inputs], memory_limit=limit,
+            lambda _: [Wanted(self.in_layouts[i]) for i in inputs], **options,
         )  # fmt: skip
         return _Derivative(ahead, back, inputs, outputs)
 
@@ -153,12 +165,13 @@ def make_program(
     strict: bool = False,
     donated: tuple[int, ...] = (),
     memory_limit: float | None = None,
+    eager: bool = False,
 ) -> Program:
     """Trace, plan and lower a function of flat whole arrays.
 
     Arguments lie in `arrive` and are redistributed to `wanted`; `out_layouts` gets the result's
     shapes (a pytree) and says where its leaves go. Raises PlacementError. With a `memory_limit`
-    the plan holds at most so many bytes on one device, if there is one.
+    the plan holds at most so many bytes on one device, if there is one. `eager`: see `Graph`.
     """
     specs = [
         spec(w.joint, len(a.shape), mesh.axis_names) for w, a in zip(wanted, avals, strict=True)
@@ -167,10 +180,11 @@ def make_program(
     out_avals, out_tree = jax.tree.flatten(shapes)
     results = out_layouts(shapes)
     live = _jax.without_dead_code(closed)
-    key = _plan_key(live, mesh, arrive, wanted, results, labels, strict, donated, memory_limit)
+    options = arrive, wanted, results, labels, strict, donated, memory_limit, eager
+    key = _plan_key(live, mesh, *options)
     found = _plans.get(key)
     if found is None:
-        plan = _planned(live, mesh, arrive, wanted, results, labels, strict, donated, memory_limit)
+        plan = _planned(live, mesh, *options)
         found = plan, jax.jit(lower(plan), donate_argnums=donated)
         if key is not None:
             _plans[key] = found
@@ -188,7 +202,7 @@ def make_program(
             storage = storage_spec(plan.rows[node].outputs[0], np.ndim(x), mesh.axis_names)
             constants.append(jax.device_put(x, NamedSharding(mesh, storage)))
     return Program(
-        fun, plan, run, arrive, given, out_tree, avals, out_avals, constants, memory_limit
+        fun, plan, run, arrive, given, out_tree, avals, out_avals, constants, memory_limit, eager
     )
 
 
@@ -213,6 +227,7 @@ def _plan_key(closed: Any, *rest: Any) -> Hashable:
 def _planned(
     closed: Any, mesh: Mesh, arrive: list[Layout], wanted: list[Layout], results: list[Wanted],
     labels: Sequence[str], strict: bool, donated: tuple[int, ...], memory_limit: float | None,
+    eager: bool,
 ) -> Plan:  # fmt: skip
     graph = build(
         closed,
@@ -223,8 +238,9 @@ def _planned(
         functools.partial(_constant_layout, mesh),
         asked_placements(mesh),
         labels or [f"args[{i}]" for i in range(len(arrive))],
+        _jax.where_called() if eager else None,
     )
-    graph.donated = donated
+    graph.donated, graph.eager = donated, eager
     try:
         return plan_within(graph, mesh, memory_limit, strict)
     except Infeasible as infeasible:

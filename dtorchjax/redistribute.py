@@ -59,6 +59,7 @@ class Move(NamedTuple):
         return {
             "slice": 0.0,
             "mask": 0.0,
+            "empty": 0.0,
             "all-gather": n - 1,
             "all-to-all": (n - 1) / n,
             "all-reduce": 2 * (n - 1) / n,
@@ -68,7 +69,7 @@ class Move(NamedTuple):
 
     @property
     def is_collective(self) -> bool:
-        return self.kind not in ("slice", "mask")
+        return self.kind not in ("slice", "mask", "empty")
 
 
 def states(shape: Sequence[int], kinds: Sequence[str], sizes: Sequence[int]) -> list[Joint]:
@@ -255,6 +256,28 @@ def table(
         cost = np.where(better, through, cost)
         following = np.where(better, following[:, k : k + 1], following)
     return Table(plain.states, plain.index, cost, following, plain.moves, nbytes, plain.part)
+
+
+def local_table(legal: tuple[Joint, ...], aval: Any) -> Table:
+    """The table of what a dfunction keeps: it cannot be moved.
+
+    Zeros of a branch that does not run the dfunction can stand for it (see `lower.Local`), so there
+    is a move "empty" from any other placement.
+    """
+    n = len(legal)
+    local = np.array([j.is_local for j in legal])
+    cost = np.where(~local[:, None] & local[None, :], 0.0, IMPOSSIBLE)
+    np.fill_diagonal(cost, 0.0)
+    moves = {
+        (i, j): Move("empty", (), legal[i], legal[j])
+        for i in range(n)
+        for j in range(n)
+        if local[j] and not local[i]
+    }
+    nbytes = math.prod(aval.shape) * aval.dtype.itemsize
+    index = {s: i for i, s in enumerate(legal)}
+    following = np.tile(np.arange(n), (n, 1))
+    return Table(list(legal), index, cost, following, moves, nbytes, np.ones(n))
 
 
 # ---- moves as local programs ---------------------------------------------------------------------

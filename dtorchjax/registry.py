@@ -23,7 +23,7 @@ from dtorchjax.notation import (
 )
 from dtorchjax.placements import Joint, Partial, local_shape
 
-RULES: dict[str, Rule] = {}
+RULES: dict[str, Any] = {}
 """Primitive name -> its rule. Declared once: a second declaration raises, naming both places."""
 
 LOCALS: dict[str, LocalProgram] = {}

@@ -11,8 +11,18 @@ from dtorchjax.chips import Speeds, simulated
 from dtorchjax.classes import LARGE, representatives
 from dtorchjax.graph import Graph, Node, Value
 from dtorchjax.notation import PlacementSignature, Row
-from dtorchjax.placements import Joint, Partial, R, Shard, divides, joint, kinds_of
-from dtorchjax.redistribute import Table, states, table
+from dtorchjax.placements import (
+    Joint,
+    Local,
+    Partial,
+    R,
+    Replicate,
+    Shard,
+    divides,
+    joint,
+    kinds_of,
+)
+from dtorchjax.redistribute import Table, local_table, states, table
 from dtorchjax.registry import find_rule
 
 
@@ -60,7 +70,6 @@ def joint_rows(
     """
     avals = [*in_avals, *out_avals]
     n_in = len(in_avals)
-    replicated = Row((R,) * n_in, (R,) * len(out_avals))
     usable = [
         [
             row
@@ -68,7 +77,7 @@ def joint_rows(
             if all(_fits(p, a) for p, a in zip(row.inputs + row.outputs, avals, strict=True))
         ]
         if size > 1
-        else [replicated]
+        else [whole_row(on_axis, n_in, len(out_avals))]
         for on_axis, size in zip(rows, sizes, strict=True)
     ]
     found: dict[JointRow, None] = {}
@@ -82,6 +91,12 @@ def joint_rows(
             placed = [joint(c, order) for c in columns]
             found[JointRow(tuple(placed[:n_in]), tuple(placed[n_in:]))] = None
     return list(found)
+
+
+def whole_row(rows: Iterable[Row], n_in: int, n_out: int) -> Row:
+    """The row in which every device does all."""
+    plain = (row for row in rows if all(isinstance(p, Replicate | Local) for p in (*row[0], *row[1])))
+    return next(plain, Row((R,) * n_in, (R,) * n_out))
 
 
 def _fits(placement: Any, aval: Any) -> bool:
@@ -130,10 +145,12 @@ class Labels:
         self.first = {node: node for node in graph.nodes}
         if self.by_class:
             self.first = representatives(graph, lambda v: frozenset(self.kinds.get(v, ())))
+        self.local: dict[Value, dict[Joint, None]] = {}  # what dfunctions keep, and where
         self.of: dict[Node, list[JointRow]] = {}
         for node in graph.nodes:
             first = self.first[node]
             self.of[node] = self._labels(node) if first is node else self.of[first]
+            self._find_local(node)
 
     def _kept(self, node: Node, axis: int) -> Row | None:
         """The row that the node must keep on this axis."""
@@ -179,8 +196,14 @@ class Labels:
             if isinstance(p, Partial) and _fits(p, v.aval)
         ]
         # beside a sharded operand a partial one may be zeros: scatter-add into a table
-        mixed = any(isinstance(p, Shard) for p in row.inputs)
+        mixed = any(isinstance(p, Shard | Local) for p in row.inputs)
         return not partial or any(partial) or mixed
+
+    def _find_local(self, node: Node) -> None:
+        for i, value in enumerate(node.outputs):
+            found = {row.outputs[i]: None for row in self.of[node] if row.outputs[i].is_local}
+            if found:
+                self.local[value] = found
 
     def _labels(self, node: Node) -> list[JointRow]:
         if node.kind == "literal":
@@ -191,8 +214,11 @@ class Labels:
         if node.kind == "equation":
             return self._equation(node)
         inner = node.inputs[0] if node.kind in ("leave", "output") else node.outputs[0]
+        local = {j: None for v in node.inputs for j in self.local.get(v, ())}
         if node.fixed is not None:
             where = [node.fixed]
+        elif local:
+            where = self._narrowed(node, list(local))
         else:
             kinds = self.kinds.get(inner, set()) if node.partial_allowed else set()
             where = states(inner.aval.shape, tuple(sorted(kinds)), self.sizes)
@@ -217,6 +243,11 @@ class Labels:
         kept = [self._kept(node, axis) for axis in range(len(self.sizes))]
         rows = tuple(natural if row is None else (row,) for row in kept)
         ins, outs = [v.aval for v in node.inputs], [v.aval for v in node.outputs]
+        joint_of = getattr(find_rule(node.name), "joint_rows", None)
+        if joint_of is not None and self.current is None:
+            found = joint_of(ins, outs, node.params)
+            if found is not None:
+                return [JointRow(*row) for row in found]
         key = (rows, tuple(a.shape for a in ins), tuple(a.shape for a in outs))
         if key not in self._rows:
             self._rows[key] = joint_rows(rows, ins, outs, self.sizes)
@@ -236,6 +267,12 @@ class Labels:
             for row in self.of[node]:
                 kinds |= kinds_of(row.inputs[i].placements)
         aval = value.aval
+        local = dict(self.local.get(value, ()))
+        for node, i in value.uses:
+            local.update((j, None) for row in self.of[node] if (j := row.inputs[i]).is_local)
+        if local:
+            given = (row.outputs[value.output] for row in self.of[value.producer])
+            return local_table(tuple(dict.fromkeys([*local, *given])), aval)
         return table(
             tuple(aval.shape), aval.dtype.itemsize, tuple(sorted(kinds)), self.sizes, self.speeds
         )
@@ -251,5 +288,8 @@ def deeper(where: Joint) -> Joint:
 
 def canonical(where: Joint, sizes: Sequence[int]) -> Joint:
     """Axes of size 1 hold everything: R."""
-    found = [p if n > 1 else R for p, n in zip(where.placements, sizes, strict=True)]
+    found = [
+        p if n > 1 or isinstance(p, Local) else R
+        for p, n in zip(where.placements, sizes, strict=True)
+    ]
     return joint(found, where.order)

@@ -171,7 +171,7 @@ class _Report:
                 if v not in inside and v.producer is not None and v.producer.kind != "literal"
             )
         )
-        names = self._names(len(entering))
+        names = self._names(entering)
         found: list[Remedy] = []
         order: list[tuple[float, bool, str]] = []  # by bytes, then away from dims in use
         for value, name in zip(entering, names):
@@ -219,11 +219,16 @@ class _Report:
         ]
         return [found[i] for i in best[:1] + second[:1]]
 
-    def _names(self, count: int) -> list[str]:
+    def _names(self, entering: Sequence[Value]) -> list[str]:
         """What the user calls the arrays that enter; "" for a result: dt.jit says where it goes."""
         if self.node.kind == "output":
-            return [""] * count
-        return _argument_texts(self.where, count)
+            return [""] * len(entering)
+        names = _argument_texts(self.where, len(entering))
+        if not names:  # a number that is written there has no name
+            arrays = [v for v in entering if v.aval.shape]
+            known = dict(zip(arrays, _argument_texts(self.where, len(arrays))))
+            names = [known.get(v, f"operand_{i}") for i, v in enumerate(entering)]
+        return names
 
     def _region(self) -> list[Node]:
         """The equations that the same expression of the user's made."""
@@ -280,12 +285,11 @@ def _is_module(name: str, file: str) -> bool:
 
 
 def _argument_texts(where: _jax.Where | None, count: int) -> list[str]:
-    """How the user wrote the `count` arrays that enter an expression, in order."""
-    unknown = [f"operand_{i}" for i in range(count)]
+    """How the user wrote the `count` arrays that enter an expression, in order; [] if unknown."""
     try:
         tree = ast.parse(where.expression().strip(), mode="eval").body if where else None
     except SyntaxError:
-        return unknown
+        return []
     if isinstance(tree, ast.Call):
         parts = [*tree.args, *(k.value for k in tree.keywords)]
         root = tree.func
@@ -301,13 +305,15 @@ def _argument_texts(where: _jax.Where | None, count: int) -> list[str]:
         parts = [tree.left, *tree.comparators]
     elif isinstance(tree, ast.UnaryOp):
         parts = [tree.operand]
+    elif isinstance(tree, ast.Subscript | ast.Attribute):
+        parts = [tree.value]
     else:
-        return unknown
+        return []
     assert where is not None
     functions = _jax.function_names(where.file)
     arrays = [p for part in parts for p in _arrays(part, functions)]
     texts = list(dict.fromkeys(map(ast.unparse, arrays)))
-    return texts[:count] if len(texts) >= count else unknown
+    return texts[:count] if len(texts) >= count else []
 
 
 def _arrays(part: ast.expr, functions: frozenset[str]) -> list[ast.expr]:

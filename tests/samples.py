@@ -449,6 +449,7 @@ sample(
     "gather", "along an axis", lambda x, i: jnp.take_along_axis(x, i, 1),
     f32(6, 12), i32(6, 2, low=-14, high=14),
 )  # fmt: skip
+sample("gather", "parts of rows", lambda x, i: x[i, 1:3], f32(12, 6), i32(6, **_ROWS))
 _window = jax.vmap(lambda x, i: lax.dynamic_slice(x, (i, 0), (2, 6)), (None, 0))
 sample("gather", "windows", _window, f32(12, 6), i32(6, low=-2, high=14))
 _window = jax.vmap(lambda x, i: lax.dynamic_slice(x, (i, 0), (2, 6)))

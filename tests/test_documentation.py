@@ -12,7 +12,16 @@ from jax import numpy as jnp
 import dtorchjax as dt
 
 ROOT = Path(__file__).parent.parent
-MODULES = ["placements", "notation", "errors", "registry", "dtensor", "api", "signatures"]
+MODULES = [
+    "placements",
+    "notation",
+    "errors",
+    "registry",
+    "dtensor",
+    "operators",
+    "api",
+    "signatures",
+]
 
 
 @pytest.mark.smoke

@@ -41,6 +41,7 @@ FLOORS = {
         "dtorchjax/dfunction.py",
         "dtorchjax/dtensor.py",
         "dtorchjax/explain_command.py",
+        "dtorchjax/operators.py",
         "dtorchjax/signatures.py",
         "dtorchjax/demo/*.py",
     ],
