@@ -199,7 +199,7 @@ def mesh_of(*sizes: int) -> Any:
 def check_on(mesh: Any, name: str, row: list[str], dtype: str = "float32") -> None:
     """A case with placements, one text per operand, then that of the result."""
     case, (arrays, g, wanted) = CASES[name], expected(name, dtype)
-    *ins, out = row
+    *ins, out = (text.split(",") for text in row)
     plan = dt.explain(
         lambda *xs: case.function(*xs, **case.statics), *arrays,
         mesh=mesh, in_placements=tuple(ins), out_placements=out, redistribute="never",
@@ -207,7 +207,7 @@ def check_on(mesh: Any, name: str, row: list[str], dtype: str = "float32") -> No
     assert not plan.collectives or case.function not in (column_parallel_linear,)
     run = dt.jit(
         with_gradients(case, case.function),
-        mesh=mesh, in_placements=(out.replace("P", "R"), *ins),
+        mesh=mesh, in_placements=(["R" if p == "P" else p for p in out], *ins),
     )  # fmt: skip
     close(run(g, *arrays), wanted, dtype)
 
@@ -273,7 +273,7 @@ def gathered(q, k, v):
 
 def test_ring_memory_and_bytes():
     q, k = (jax.ShapeDtypeStruct((1, 2**14, heads, 8), jnp.float32) for heads in (2, 1))
-    mesh, where = mesh_of(8), ("S1", "S1", "S1")
+    mesh, where = mesh_of(8), (["S1"], ["S1"], ["S1"])
     ring = dt.jit(ring_attention, mesh=mesh, in_placements=where).lower(q, k, k).compile()
     assert collective_bytes(ring.as_text()) == 2 * 7 * (4 * 8 * 2**14 / 8)
     spec = jax.sharding.PartitionSpec(None, "x")

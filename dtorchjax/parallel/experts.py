@@ -21,7 +21,7 @@ from dtorchjax.collectives import (
 from dtorchjax.dfunction import dfunction
 
 
-@dfunction(rule="t! d, t! k! -> e! c! d", extra=("experts: S0, S0 -> S0",))
+@dfunction(rule="t! d, t! k! -> e! c! d", extra=("e: S0, S0 -> S0",))
 def dispatch(
     tokens: Any, expert_index: Any, *, n_experts: int, capacity: int, groups: int = 1
 ) -> Any:
@@ -45,7 +45,7 @@ def dispatch(
     >>> dispatch(tokens, index, n_experts=2, capacity=2)[..., 0].tolist()
     [[1.0, 3.0], [2.0, 0.0]]
     """
-    axes = axes_of("experts")
+    axes = axes_of("e")
     local = _local_groups(groups, axes)
     if local:
         places = _places(expert_index, n_experts, capacity, local)
@@ -55,7 +55,7 @@ def dispatch(
     return _take(all_gather(tokens, axes), mine, _share(n_experts, axes), groups * capacity)
 
 
-@dfunction(rule="e! c! d, t! k!, t! k! -> t! d", extra=("experts: S0, S0, S0 -> S0",))
+@dfunction(rule="e! c! d, t! k!, t! k! -> t! d", extra=("e: S0, S0, S0 -> S0",))
 def combine(expert_outputs: Any, expert_index: Any, weights: Any, *, groups: int = 1) -> Any:
     """The weighted sum, for every token, of what its experts made of it.
 
@@ -76,7 +76,7 @@ def combine(expert_outputs: Any, expert_index: Any, weights: Any, *, groups: int
     >>> combine(outputs, index, jnp.full((3, 1), 0.5))[:, 0].tolist()
     [0.5, 1.0, 1.5]
     """
-    axes = axes_of("experts")
+    axes = axes_of("e")
     local = _local_groups(groups, axes)
     share, room = expert_outputs.shape[:2]
     if room % groups:
