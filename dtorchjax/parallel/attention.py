@@ -12,6 +12,7 @@ from jax import numpy as jnp
 from dtorchjax.collectives import all_to_all, axes_of, axis_index, axis_size, ppermute
 from dtorchjax.dfunction import dfunction
 from dtorchjax.errors import PlacementError
+from dtorchjax.parallel import blockwise
 from dtorchjax.parallel.blockwise import (
     Problem,
     attend,
@@ -20,6 +21,7 @@ from dtorchjax.parallel.blockwise import (
     finish,
     gradients,
     joined_queries,
+    zero,
 )
 
 _RULE = "b s (g r) d!, b s g d!, b s g d! -> b s (g r) d!"
@@ -123,15 +125,16 @@ def _ring(
     """The result, and what its gradient needs."""
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} heads of q are no multiple of {k.shape[2]} of k and v")
-    problem = Problem(causal, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
-    size, queries = axis_size(axes), chunked_queries(q, k.shape[2])
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    problem = Problem(causal, scale, blockwise.CHUNK)
+    size, queries = axis_size(axes), chunked_queries(q, k.shape[2], problem.chunk)
 
     def step(carry: Any, i: Any) -> Any:
         softmax, block = carry
         following = _next(block, axes)  # travels while the block here is at work
         return (attend(softmax, queries, block, _offset(i, q, axes), problem), following), None
 
-    carry = begin(queries, (k, v)), (k, v)
+    carry = begin(queries, zero(q, k, v)), (k, v)
     if size > 1:
         carry, _ = lax.scan(step, carry, jnp.arange(size - 1))
     softmax, block = carry
@@ -144,13 +147,14 @@ def _ring(
 def _ring_gradients(residuals: Any, g: Any, axes: tuple[str, ...]) -> tuple[Any, Any, Any]:
     q, k, v, out, logsumexp, problem = residuals
     size, heads = axis_size(axes), k.shape[2]
-    queries, slopes = chunked_queries(q, heads), chunked_queries(g, heads)
-    mean = (slopes.astype(logsumexp.dtype) * chunked_queries(out, heads)).sum(-1)
+    queries, slopes, out = (chunked_queries(x, heads, problem.chunk) for x in (q, g, out))
+    mean = (slopes.astype(logsumexp.dtype) * out).sum(-1)
+    start = zero(q, k, v, g)
 
     def terms(block: Any, i: Any) -> Any:
         """What the block that is here at step i gives: dq, and (dk, dv)."""
         offset = _offset(i, q, axes)
-        return gradients(queries, block, slopes, logsumexp, mean, offset, problem)
+        return gradients(queries, block, slopes, logsumexp, mean, offset, start, problem)
 
     def add(sums: Any, block: Any, i: Any) -> Any:
         dq, travelling = sums

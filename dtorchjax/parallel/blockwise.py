@@ -7,13 +7,14 @@ queries' heads that share one of them, and d is the head's size.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax import numpy as jnp
 
-CHUNK = 512  # the most queries, and the most keys, whose scores exist at once
+CHUNK = 512  # the most queries, and the most keys, whose scores exist at once, unless told
 NOTHING = -1e30  # a score that counts nothing; finite, so that no difference of two is nan
 
 
@@ -30,22 +31,28 @@ class Softmax(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What stays the same from block to block.
-
-    `offset`, of every block: the position of the first query less that of the first key.
-    """
+    """What stays the same from block to block."""
 
     causal: bool
     scale: float
+    chunk: int
 
 
-def chunked(x: Any) -> Any:
+def zero(*xs: Any) -> Any:
+    """The number 0 made from arrays.
+
+    In a shard_map of the user's, what a loop starts with has to vary along the same mesh axes as
+    what the loop makes of it.
+    """
+    return sum(lax.convert_element_type(x[:1, :1, :1, :1], jnp.int32).sum() * 0 for x in xs)
+
+
+def chunked(x: Any, most: int) -> Any:
     """[b, s, ...] -> [n, b, c, ...]: dim 1 in chunks, the last one filled up with zeros."""
-    count = max(1, -(-x.shape[1] // CHUNK))
+    count = max(1, -(-x.shape[1] // most))
     size = -(-x.shape[1] // count)
-    pad = [(0, 0)] * x.ndim
-    pad[1] = (0, count * size - x.shape[1])
-    x = jnp.pad(x, pad)
+    if missing := count * size - x.shape[1]:
+        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
     return jnp.moveaxis(x.reshape(x.shape[0], count, size, *x.shape[2:]), 1, 0)
 
 
@@ -55,9 +62,9 @@ def joined(chunks: Any, length: int) -> Any:
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
-def chunked_queries(x: Any, groups: int) -> Any:
+def chunked_queries(x: Any, groups: int, most: int) -> Any:
     """[b, s, (g r), d] -> [n, b, g, r, c, d]."""
-    x = chunked(x.reshape(*x.shape[:2], groups, -1, x.shape[3]))
+    x = chunked(x.reshape(*x.shape[:2], groups, -1, x.shape[3]), most)
     return jnp.moveaxis(x, 2, 4)
 
 
@@ -67,16 +74,20 @@ def joined_queries(chunks: Any, length: int) -> Any:
     return x.reshape(*x.shape[:2], -1, x.shape[4])
 
 
-def begin(queries: Any, block: Any) -> Softmax:
-    """The softmax of no keys, to which blocks such as `block` will come."""
-    zeros = _zeros(queries.shape, queries, *block)
+def begin(queries: Any, zero: Any) -> Softmax:
+    """The softmax of no keys."""
+    zeros = _zeros(queries, zero)
     return Softmax(zeros[..., 0] + NOTHING, zeros[..., 0], zeros)
 
 
+@functools.partial(jax.jit, static_argnums=4)
 def attend(softmax: Softmax, q: Any, block: Any, offset: Any, problem: Problem) -> Softmax:
-    """`softmax` after one more block of keys: q is chunked, `block` is k and v, [b, t, g, d]."""
+    """`softmax` after one more block of keys: q is chunked, `block` is k and v, [b, t, g, d].
+
+    `offset` is the position of the first query less that of the first key.
+    """
     length = block[0].shape[1]
-    keys = chunked(block[0]), chunked(block[1])
+    keys = chunked(block[0], problem.chunk), chunked(block[1], problem.chunk)
 
     def each_queries(_: None, row: Any) -> Any:
         i, q, softmax = row
@@ -110,8 +121,9 @@ def finish(softmax: Softmax) -> tuple[Any, Any]:
     return mean, softmax.greatest + jnp.log(softmax.total)
 
 
+@functools.partial(jax.jit, static_argnums=7)
 def gradients(
-    q: Any, block: Any, g: Any, logsumexp: Any, mean: Any, offset: Any, problem: Problem
+    q: Any, block: Any, g: Any, logsumexp: Any, mean: Any, offset: Any, zero: Any, problem: Problem
 ) -> tuple[Any, tuple[Any, Any]]:
     """What a block of keys gives to dq (chunked) and to its own (dk, dv); in float32 at least.
 
@@ -119,8 +131,8 @@ def gradients(
     of the gradient of p, the softmax. Chunked as the queries.
     """
     length = block[0].shape[1]
-    keys = chunked(block[0]), chunked(block[1])
-    nothing = tuple(_zeros(x.shape, q, *block, g) for x in keys)
+    keys = chunked(block[0], problem.chunk), chunked(block[1], problem.chunk)
+    nothing = tuple(_zeros(x, zero) for x in keys)
 
     def each_queries(sums: Any, row: Any) -> Any:
         i, q, g, logsumexp, mean = row
@@ -144,7 +156,7 @@ def gradients(
             dq, dk, dv = _where_visible(see, (dq, dk, dv), i, j, q, k, offset, problem)
             return dq, (dk, dv)
 
-        dq, sums = lax.scan(each_keys, _zeros(q.shape, q, *block, g), _numbered(*keys, *sums))
+        dq, sums = lax.scan(each_keys, _zeros(q, zero), _numbered(*keys, *sums))
         return sums, dq
 
     (dk, dv), dq = lax.scan(each_queries, nothing, _numbered(q, g, logsumexp, mean))
@@ -155,15 +167,8 @@ def _wide(x: Any) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-def _zeros(shape: tuple[int, ...], *xs: Any) -> Any:
-    """Zeros to which products of `xs` are added.
-
-    They are made from `xs`, for in a shard_map of the user's, what a loop starts with has to vary
-    along the same mesh axes as what it makes of that.
-    """
-    zeros = jnp.zeros(shape, _wide(xs[0]))
-    zero = (jnp.where(x.ravel()[:1].sum() > 0, 0, 0) for x in xs)
-    return sum((z.astype(zeros.dtype) for z in zero), zeros)
+def _zeros(x: Any, zero: Any) -> Any:
+    return jnp.full(x.shape, zero, _wide(x))
 
 
 def _einsum(sentence: str, x: Any, y: Any) -> Any:
