@@ -8,9 +8,25 @@ from dtorchjax import sharding_rules as _rules  # noqa: F401 - fills the registr
 from dtorchjax.annotate import redistribute
 from dtorchjax.api import distribute, explain, jit
 from dtorchjax.arguments import by_path
+from dtorchjax.collectives import (
+    all_gather,
+    all_to_all,
+    axes_of,
+    axis_index,
+    axis_size,
+    local_key,
+    pmax,
+    pmin,
+    ppermute,
+    psum,
+    psum_scatter,
+)
 from dtorchjax.devices import init_device_mesh, simulate_devices
+from dtorchjax.dfunction import dfunction
+from dtorchjax.dfunction_class import DFunction
 from dtorchjax.dtensor import DTensor, distribute_tensor, full, ones, randn, zeros
 from dtorchjax.errors import PlacementError, PlacementMismatchError
+from dtorchjax.layout_rule import LayoutRule
 from dtorchjax.notation import PlacementSignature, einsum_signature
 from dtorchjax.operators import redistribution
 from dtorchjax.placements import Layout, Optional, Partial, Placement, Replicate, Shard
@@ -45,6 +61,20 @@ __all__ = [
     "jit",
     "explain",
     "Plan",
+    "dfunction",
+    "DFunction",
+    "LayoutRule",
+    "psum",
+    "pmax",
+    "pmin",
+    "all_gather",
+    "psum_scatter",
+    "all_to_all",
+    "ppermute",
+    "axis_index",
+    "axis_size",
+    "axes_of",
+    "local_key",
     "rule",
     "elementwise",
     "local",

@@ -23,7 +23,7 @@ def _is_leaf(x: Any) -> bool:
 
 
 class Static:
-    """A value that is no array, inside a tree of arrays; equal to one of the same type and value."""
+    """A value that is no array, in a tree of arrays; equal to one of the same type and value."""
 
     __slots__ = ("value",)
 
@@ -43,9 +43,9 @@ class Static:
 class CallShape:
     """The arguments of a call without its arrays: calls with equal statics share one.
 
-    `places` are the numbers of the leaves that are arrays, `slots` of those that are arrays or None.
-    `names` are those of the arguments; None where a rule prepares arguments itself, and the function
-    is called `fun(*arrays, **static)`.
+    `places` are the numbers of the leaves that are arrays, `slots` of the arrays and Nones.
+    `names` are those of the arguments; None where a rule prepares arguments itself, and the
+    function is called `fun(*arrays, **static)`.
     """
 
     def __init__(
@@ -57,7 +57,9 @@ class CallShape:
         self.places = [i for i, x in enumerate(leaves) if is_array(x)]
         self.slots = [i for i, x in enumerate(leaves) if is_array(x) or x is None]
         numbers = self.named(range(len(self.places)), Static)
-        count = {k: [x for x in jax.tree.leaves(v) if isinstance(x, Static)] for k, v in numbers.items()}
+        count = {
+            k: [x for x in jax.tree.leaves(v) if isinstance(x, Static)] for k, v in numbers.items()
+        }
         self.operands = {name: [x.value for x in found] for name, found in count.items()}
         """The numbers of the operands in each argument."""
         self.dynamic = [name for name, found in self.operands.items() if found]
@@ -120,8 +122,8 @@ class CallShape:
         order = next((o for o in (self.dynamic, list(numbers)) if len(o) == len(entries)), None)
         if order is None:
             raise TypeError(
-                f"the backward pass of dfunction `{name}` returned {len(entries)} gradients for the "
-                f"arguments {', '.join(self.dynamic)}"
+                f"the backward pass of dfunction `{name}` returned {len(entries)} gradients for "
+                f"the arguments {', '.join(self.dynamic)}"
             )
         gradients: dict[int, Any] = {}
         for argument, gradient in zip(order, entries, strict=True):
@@ -141,9 +143,7 @@ class CallShape:
 def flatten_call(arguments: Any) -> tuple[list[Any], Any, Hashable]:
     """Leaves and structure of a call's arguments, and the key of its statics."""
     leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_leaf)
-    kinds = tuple(
-        "array" if is_array(x) else "none" if x is None else (type(x), x) for x in leaves
-    )
+    kinds = tuple("array" if is_array(x) else "none" if x is None else (type(x), x) for x in leaves)
     return leaves, tree, (tree, kinds)
 
 

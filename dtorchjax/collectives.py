@@ -75,7 +75,7 @@ def _over(axes: AxisNames) -> tuple[str, ...]:
 
 
 def axes_of(factor: str) -> tuple[str, ...]:
-    """The mesh axes over which a letter of the rule's sentence is sharded in this call, major first.
+    """The mesh axes over which a letter of the rule is sharded in this call, major first.
 
     Empty where it is whole, and without a mesh. Inside a body only; a body whose rule is not a
     sentence has no letters, and gets an error unless it runs without a mesh.
@@ -164,9 +164,7 @@ def all_gather(x: Any, axes: AxisNames, *, axis: int = 0, tiled: bool = True) ->
     return x if tiled else jnp.expand_dims(x, axis)
 
 
-def psum_scatter(
-    x: Any, axes: AxisNames, *, scatter_dimension: int = 0, tiled: bool = True
-) -> Any:
+def psum_scatter(x: Any, axes: AxisNames, *, scatter_dimension: int = 0, tiled: bool = True) -> Any:
     """The sum over the devices along mesh axes, of which each keeps its block of one dim.
 
     `tiled=False` needs a dim as long as there are devices, and drops it.
@@ -186,9 +184,7 @@ def all_to_all(
     """
     over = _over(axes)
     if over:
-        return lax.all_to_all(
-            x, over, split_axis=split_axis, concat_axis=concat_axis, tiled=tiled
-        )
+        return lax.all_to_all(x, over, split_axis=split_axis, concat_axis=concat_axis, tiled=tiled)
     return x if tiled else jnp.expand_dims(jnp.squeeze(x, split_axis), concat_axis)
 
 
@@ -200,7 +196,7 @@ def ppermute(x: Any, axes: AxisNames, perm: Sequence[tuple[int, int]]) -> Any:
     """
     over = _over(axes)
     if over:
-        return lax.ppermute(x, over if len(over) > 1 else over[0], perm)
+        return lax.ppermute(x, over, perm)
     return x if any(pair[1] == 0 for pair in perm) else jax.tree.map(jnp.zeros_like, x)
 
 

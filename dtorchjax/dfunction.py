@@ -125,7 +125,7 @@ class Dfunction:
         )
 
     def flat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[FlatCall, list[Any]]:
-        """This call as a function of arrays alone (one object for equal statics), and the arrays."""
+        """This call as a function of arrays (one object for equal statics), and the arrays."""
         arguments, names = self._arguments(args, kwargs)
         leaves, tree, key = flatten_call(arguments)
         try:
@@ -221,7 +221,8 @@ class FlatCall:
         found = self.owner.run_forward(self.shape, operands, wrt)
         if not isinstance(found, tuple) or len(found) != 2:
             raise TypeError(
-                f"the forward pass of dfunction `{self.owner.name}` returns a pair: result, residuals"
+                f"the forward pass of dfunction `{self.owner.name}` returns a pair, the result and "
+                "residuals"
             )
         arrays, structure = self._flatten(found[0])
         self.structures[_shapes(operands)] = structure
@@ -240,7 +241,9 @@ class FlatCall:
         owner, rule = self.owner, self.owner.rule
         try:
             if isinstance(rule, str):
-                ranks = self._with_absent([len(a.shape) for a in of], rule.split("->")[0].count(",") + 1)
+                ranks = self._with_absent(
+                    [len(a.shape) for a in of], rule.split("->")[0].count(",") + 1
+                )
                 rows, self.body.letters = sentence_table(rule, ranks, owner.linear, owner.extra)
             else:
                 assert isinstance(rule, PlacementSignature)
@@ -330,9 +333,10 @@ def _materialised(cotangent: Any) -> Any:
     """The zeros that JAX only speaks of."""
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
-    if cotangent.dtype == jax.dtypes.float0:
-        return np.zeros(cotangent.shape, jax.dtypes.float0)
-    return jnp.zeros(cotangent.shape, cotangent.dtype)
+    aval: Any = cotangent
+    if aval.dtype == jax.dtypes.float0:
+        return np.zeros(aval.shape, jax.dtypes.float0)
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _shapes(operands: Sequence[Any]) -> tuple[Any, ...]:
@@ -359,13 +363,14 @@ def dfunction(
     and the other collectives speak to the devices that share the call's work.
 
     rule: where operands and results may lie, one row for each mesh axis:
-        a sentence, in which a letter of operands and results may be sharded, and one that is missing
-        on the right is needed whole; `...` leading dims, `(g r)` a dim of two factors, `[b]` an
-        optional operand, `-` one without dims, `k!` a dim that is needed whole;
+        a sentence, in which a letter of operands and results may be sharded, and one that is
+        missing on the right is needed whole; `...` leading dims, `(g r)` a dim of two factors,
+        `[b]` an optional operand, `-` one without dims, `k!` a dim that is needed whole;
         a `PlacementSignature`; or a `LayoutRule`.
     op_name: the name of a registered LayoutRule.
-    linear: for a sentence, where the body is linear ("each" operand, "jointly", or operand numbers):
-        a letter that is missing on the right may then be sharded, and the result is a partial sum.
+    linear: for a sentence, where the body is linear ("each" operand, "jointly", or numbers of
+        operands): a letter that is missing on the right may then be sharded, and the result is
+        a partial sum.
     extra: more rows as text, `"k: S1, S0 -> R"` if they shard the letter k.
     cotangents: `{"w": "R"}` where the backward pass gives the whole gradient of an operand that is
         whole, not this device's term; `{"return": "P"}` where it takes the cotangent of a whole

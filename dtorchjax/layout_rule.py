@@ -1,4 +1,4 @@
-"""LayoutRule: a rule written as a function of whole layouts, registered under an operator's name."""
+"""LayoutRule: a rule as a function of whole layouts, registered under an operator's name."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class LayoutRule:
         return sorted(LAYOUT_RULES)
 
     def preprocess(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The call's arrays, in order, and all else by name; the function gets `(*arrays, **static)`.
+        """The call's arrays, in order, and all else by name: `fun(*arrays, **static)`.
 
         Where a rule does not say so, the arrays are those among the arguments, in the order of the
         function's parameters, and the function is called as the user called it.
@@ -99,7 +99,7 @@ def infer(
 ) -> list[Layout]:
     """The layouts of the results, as many as there are arrays."""
     found = rule.infer_layout(*layouts, **accepted(rule.infer_layout, static))
-    outs = [found] if isinstance(found, Layout) else list(found or ())
+    outs: list[Any] = [found] if isinstance(found, Layout) else list(found or ())
     if len(outs) != n_out or not all(isinstance(x, Layout) for x in outs):
         raise PlacementError(
             f"{rule!r}.infer_layout returned {found!r} for {n_out} result(s): it returns a Layout "

@@ -1,5 +1,5 @@
-"""A dfunction in a whole-array program: its call, and the forward and backward pass of its gradient,
-as primitives whose bodies run on one device's parts.
+"""A dfunction in a whole-array program: its call, and the two passes of its gradient, as primitives
+whose bodies run on one device's parts.
 
     dfunction            operands -> results
     dfunction_forward    operands -> results and what is kept for the backward pass
@@ -243,9 +243,7 @@ def run_backward(
 def with_missing(cotangents: Sequence[Any], results: Sequence[Aval]) -> list[Any]:
     """Cotangents of all results from those of the inexact ones."""
     rest = iter(cotangents)
-    return [
-        next(rest) if a.is_inexact else np.zeros(a.shape, jax.dtypes.float0) for a in results
-    ]
+    return [next(rest) if a.is_inexact else np.zeros(a.shape, jax.dtypes.float0) for a in results]
 
 
 __all__ = [

@@ -74,7 +74,11 @@ def _avals(kind: str, *avals: Any, **params: Any) -> list[Any]:
     if kind == "forward":  # an opaque value of the size of what is kept
         found.append(Aval((max(1, -(-info.kept_bytes // 4)),), np.dtype("float32")))
     lead = [
-        next(a.shape[sum(m[i] for m in this.batch[level + 1 :])] for i, a in enumerate(avals) if mask[i])
+        next(
+            a.shape[sum(m[i] for m in this.batch[level + 1 :])]
+            for i, a in enumerate(avals)
+            if mask[i]
+        )
         for level, mask in enumerate(this.batch)
     ][::-1]
     return [_jax.ShapedArray((*lead, *a.shape), a.dtype) for a in found]
@@ -83,8 +87,7 @@ def _avals(kind: str, *avals: Any, **params: Any) -> list[Any]:
 def _batched(kind: str, xs: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     mapped = tuple(d is not None for d in dims)
     xs = [
-        x if d is None or d == 0 else jnp.moveaxis(x, d, 0)
-        for x, d in zip(xs, dims, strict=True)
+        x if d is None or d == 0 else jnp.moveaxis(x, d, 0) for x, d in zip(xs, dims, strict=True)
     ]
     results = _bind(kind, xs, **{**params, "batch": (*params["batch"], mapped)})
     return results, [0] * len(results)
@@ -98,8 +101,8 @@ def _is_zero(t: Any) -> bool:
 
 
 def _differentiated(
-    kind: str, xs: Sequence[Any], ts: Sequence[Any], *, body: Body, of: tuple[Aval, ...], batch: Any,
-    wrt: Any = None,
+    kind: str, xs: Sequence[Any], ts: Sequence[Any], *, body: Body, of: tuple[Aval, ...],
+    batch: Any, wrt: Any = None,
 ) -> Any:  # fmt: skip
     """Derivatives of "call" and "forward": results are kept for a backward pass, tangents wait."""
     wrt = tuple(i for i, t in enumerate(ts) if not _is_zero(t))
@@ -151,9 +154,7 @@ def _transposed(cotangents: Sequence[Any], *args: Any, **params: Any) -> list[An
     n, levels = len(this.of), len(this.batch)
     linear = args[n + 1 :]
     if all(type(c) is ad.Zero for c in cotangents):
-        return [
-            ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in args
-        ]
+        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in args]
     given = [ad.instantiate_zeros(c) if type(c) is ad.Zero else c for c in cotangents]
     masks = tuple((*mask[: n + 1], *(True for _ in given)) for mask in this.batch)
     gradients = _bind(
@@ -295,7 +296,6 @@ class DfunctionRule:
         """All joint rows of a rule on whole layouts; None for other rules."""
         found = joint_ways(as_call(self.kind, params))
         return list(found) if found is not None else None
-
 
     def communication(
         self, ins: Any, params: dict[str, Any], inputs: Sequence[Joint], outputs: Sequence[Joint]

@@ -23,7 +23,7 @@ from dtorchjax.placements import Optional, Partial, Placement, R, Replicate, Sha
 
 
 class BodyRow(NamedTuple):
-    """A row of a dfunction's table and the letter that it shards, "" if it is none of a sentence."""
+    """A row of a dfunction's table and the letter that it shards, "" if it has none."""
 
     row: Row
     factor: str = ""

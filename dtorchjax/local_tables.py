@@ -1,4 +1,4 @@
-"""The tables of the primitives that call a dfunction, and what each of their rows tells the body."""
+"""The tables of the primitives that call a dfunction, and what a row tells the body."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Call(NamedTuple):
     """What an equation says: its kind, the body, the whole operands without the dims of vmap.
 
     kind: "call", "forward", "tangent" or "backward". `batch` has one mask per vmap, the innermost
-    first: which inputs of the equation have its dim. `wrt` are the operands that are differentiated,
-    `given` the operands among the inputs. With `mesh` for rules on whole layouts.
+    first: which inputs of the equation have its dim. `wrt` are the operands that are
+    differentiated, `given` those among the inputs. With `mesh` for rules on whole layouts.
     """
 
     kind: str
@@ -207,7 +207,9 @@ def view_of(
 ) -> View:  # fmt: skip
     """What the body sees of the mesh in this row."""
     active = [n for n, w in zip(names, chosen, strict=True) if w.base and differs(w.base)]
-    order = next((j.order for j in (*inputs, *outputs) if j.order != tuple(range(len(names)))), None)
+    order = next(
+        (j.order for j in (*inputs, *outputs) if j.order != tuple(range(len(names)))), None
+    )
     axes = order or range(len(names))
     factors = {
         letter: tuple(names[a] for a in axes if chosen[a].factor == letter and chosen[a].base)
@@ -223,7 +225,10 @@ def base_layouts(
     n_in, n_out = len(call.of), len(call.body.info(call.of).results)
     whole = Row((R,) * n_in, (R,) * n_out)
     rows = [w.base or whole for w in chosen]
-    sides = [zip(*(r.inputs for r in rows), strict=True), zip(*(r.outputs for r in rows), strict=True)]
+    sides = [
+        zip(*(r.inputs for r in rows), strict=True),
+        zip(*(r.outputs for r in rows), strict=True),
+    ]
     return tuple([Layout(call.mesh, c, order or ()) for c in side] for side in sides)  # type: ignore[return-value]
 
 
@@ -280,7 +285,9 @@ def _derived(
     def layouts(mesh: Any, _: Sequence[Aval], __: Sequence[Aval]) -> list[tuple[Any, Any]]:
         rows = joint_ways(call._replace(mesh=mesh)) or {}
         return [
-            tuple([Layout(mesh, j.placements, j.order) for j in side] for side in without_kept(*row))
+            tuple(
+                [Layout(mesh, j.placements, j.order) for j in side] for side in without_kept(*row)
+            )
             for row in rows
         ]  # type: ignore[return-value]
 

@@ -190,7 +190,7 @@ NOTHING = ()
 
 
 def _same_structure(branches: list[Callable[..., Any]], operands: Sequence[Any]) -> list[Any]:
-    """Branches that return zeros in place of `NOTHING`, shaped as in the branch that has something."""
+    """Branches that return zeros in place of `NOTHING`, shaped as another branch's value."""
     results = zip(*(jax.eval_shape(branch, *operands) for branch in branches), strict=True)
     shapes = [next((x for x in column if x != NOTHING), NOTHING) for column in results]
 

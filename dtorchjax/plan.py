@@ -160,7 +160,9 @@ def _row_costs(node: Node, labels: Labels) -> np.ndarray:
 
 def communication_inside(node: Node, row: JointRow) -> Sequence[Any]:
     """The collectives that the body of a dfunction makes in this row."""
-    inside = getattr(find_rule(node.name), "communication", None) if node.kind == "equation" else None
+    inside = (
+        getattr(find_rule(node.name), "communication", None) if node.kind == "equation" else None
+    )
     if inside is None:
         return ()
     return inside([v.aval for v in node.inputs], node.params, row.inputs, row.outputs)

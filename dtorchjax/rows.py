@@ -95,7 +95,9 @@ def joint_rows(
 
 def whole_row(rows: Iterable[Row], n_in: int, n_out: int) -> Row:
     """The row in which every device does all."""
-    plain = (row for row in rows if all(isinstance(p, Replicate | Local) for p in (*row[0], *row[1])))
+    plain = (
+        row for row in rows if all(isinstance(p, Replicate | Local) for p in (*row[0], *row[1]))
+    )
     return next(plain, Row((R,) * n_in, (R,) * n_out))
 
 
@@ -267,7 +269,7 @@ class Labels:
             for row in self.of[node]:
                 kinds |= kinds_of(row.inputs[i].placements)
         aval = value.aval
-        local = dict(self.local.get(value, ()))
+        local: dict[Any, None] = dict(self.local.get(value, {}))
         for node, i in value.uses:
             local.update((j, None) for row in self.of[node] if (j := row.inputs[i]).is_local)
         if local:
