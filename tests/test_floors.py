@@ -54,6 +54,7 @@ FLOORS = {
         "dtorchjax/explain_command.py",
         "dtorchjax/operators.py",
         "dtorchjax/signatures.py",
+        "dtorchjax/parallel/*.py",
         "dtorchjax/demo/*.py",
     ],
 }
