@@ -122,6 +122,10 @@ def parser() -> argparse.ArgumentParser:
         default="megatron",
         help="megatron, fsdp, fsdp_tp, dp, or a JSON file: path pattern -> placements",
     )
+    t.add_argument(
+        "--context-parallel", type=count, default=1,
+        help="devices that share a sequence (mesh axis cp): ring attention",
+    )  # fmt: skip
     t.add_argument("--devices", type=count, help="how many; 1 is the reference, plain jax.jit")
     t.add_argument("--steps", type=count, default=250)
     t.add_argument("--seed", type=int, default=0)

@@ -172,18 +172,18 @@ class Kept:
 
     ("operand", i): an operand, which is not stored again; ("array", i): `arrays[i]`;
     ("static", value): not an array. `wrt` are the operands that are differentiated, `avals` the
-    types of all.
+    types of all, `results` those of the results.
     """
 
     def __init__(
         self, arrays: Sequence[Any], structure: Any, sources: tuple[tuple[str, Any], ...],
-        wrt: tuple[int, ...], avals: tuple[Aval, ...],
+        wrt: tuple[int, ...], avals: tuple[Aval, ...], results: tuple[Aval, ...],
     ):  # fmt: skip
         self.arrays, self.structure, self.sources = list(arrays), structure, sources
-        self.wrt, self.avals = wrt, avals
+        self.wrt, self.avals, self.results = wrt, avals, results
 
     def tree_flatten(self):
-        return self.arrays, (self.structure, self.sources, self.wrt, self.avals)
+        return self.arrays, (self.structure, self.sources, self.wrt, self.avals, self.results)
 
     @classmethod
     def tree_unflatten(cls, aux: Any, arrays: Sequence[Any]) -> Kept:
@@ -219,8 +219,8 @@ def run_forward(
             arrays.append(leaf)
         else:
             sources.append(("static", leaf))
-    avals = tuple(Aval(tuple(x.shape), x.dtype) for x in operands)
-    return results, Kept(arrays, structure, tuple(sources), tuple(wrt), avals)
+    types = [tuple(Aval(tuple(x.shape), x.dtype) for x in xs) for xs in (operands, results)]
+    return results, Kept(arrays, structure, tuple(sources), tuple(wrt), *types)
 
 
 def _of_inexact(fun: Callable[..., Any], operands: Sequence[Any]) -> tuple[Any, ...]:

@@ -228,7 +228,7 @@ def local_program(this: Call, fun: Callable[..., list[Any]]) -> Callable[..., li
             derived = tangent_body(body, this.wrt, this.of)
             return derived.fun(*xs[:n], *xs[n + 1 :])
         operands = dict(zip(this.given, xs[:n], strict=True))
-        cotangents = with_missing(xs[n + 1 :], body.info(this.of).results)
+        cotangents = with_missing(xs[n + 1 :], xs[n].results)
         return run_backward(body, fun, this.of, operands, xs[n], cotangents, this.wrt)
 
     return _vmapped(run, this.batch)

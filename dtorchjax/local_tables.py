@@ -283,7 +283,7 @@ def backward_body(body: Body, wrt: tuple[int, ...], of: tuple[Aval, ...]) -> Bod
 
     def fun(*xs: Any) -> list[Any]:
         _, kept = run_forward(body, body.fun, xs[:n], range(n), wrt)
-        cotangents = with_missing(xs[n:], body.info(of).results)
+        cotangents = with_missing(xs[n:], kept.results)
         return run_backward(body, body.fun, of, dict(enumerate(xs[:n])), kept, cotangents, wrt)
 
     return _derived(body, "backward", fun, wrt, of)

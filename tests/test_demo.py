@@ -125,6 +125,12 @@ def reference():
     return run(devices=1)["losses"]
 
 
+@pytest.mark.parametrize("name", ["dp", "megatron"])
+def test_devices_that_share_sequences_train_as_one_does(name, reference):
+    result = run(placements=name, context_parallel=2)
+    np.testing.assert_allclose(result["losses"], reference, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -165,6 +171,9 @@ def test_placements_from_a_file(tmp_path, reference):
         ("--devices 1 --plan", "--plan needs a mesh"),
         ("--dropout 1", "is not in [0, 1)"),
         ("--seed -1", "is negative"),
+        ("--context-parallel 3 --placements dp", "do not divide by --context-parallel 3"),
+        ("--mesh dp=2,tp=4 --context-parallel 4", "the mesh needs the axis cp=4"),
+        ("--context-parallel 8 --placements dp --seq 12", "is not divisible by --context-parallel"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_code_2(arguments, says, capsys):

@@ -1,10 +1,13 @@
 """The model: a small pre-norm decoder over bytes. Whole-array code, nothing here is sharded."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from dtorchjax.parallel import vocab_parallel_cross_entropy
 
 VOCABULARY = 256  # bytes
 
@@ -34,12 +37,24 @@ def rotate(x: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention of q, k and v [batch, seq, heads, head]."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+    past = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(past, scores, -1e30), axis=-1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
 class Attention(nnx.Module):
     """Causal self-attention. The fused kernel is [width, 3, heads, head]: q, k and v lie on a dim
     of their own, so that sharding the heads gives each device whole heads of all three."""
 
-    def __init__(self, c: Config, rngs: nnx.Rngs):
+    def __init__(self, c: Config, rngs: nnx.Rngs, attend: Attend):
         head = c.width // c.heads
+        self.attend = attend
         self.qkv = nnx.LinearGeneral(
             c.width, (3, c.heads, head), use_bias=False, kernel_init=_kernel(), rngs=rngs
         )
@@ -56,10 +71,7 @@ class Attention(nnx.Module):
         qkv = self.qkv(x)
         qk = rotate(qkv[:, :, :2])
         q, k, v = qk[:, :, 0], qk[:, :, 1], qkv[:, :, 2]
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
-        past = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-        weights = jax.nn.softmax(jnp.where(past, scores, -1e30), axis=-1)
-        return self.out(jnp.einsum("bhqk,bkhd->bqhd", weights, v))
+        return self.out(self.attend(q, k, v))
 
 
 class MLP(nnx.Module):
@@ -75,9 +87,9 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    def __init__(self, c: Config, rngs: nnx.Rngs):
+    def __init__(self, c: Config, rngs: nnx.Rngs, attend: Attend):
         self.attention_norm, self.mlp_norm = (nnx.RMSNorm(c.width, rngs=rngs) for _ in range(2))
-        self.attention, self.mlp = Attention(c, rngs), MLP(c, rngs)
+        self.attention, self.mlp = Attention(c, rngs, attend), MLP(c, rngs)
         self.dropout = nnx.Dropout(c.dropout)
 
     def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -90,11 +102,11 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    def __init__(self, c: Config, rngs: nnx.Rngs):
+    def __init__(self, c: Config, rngs: nnx.Rngs, attend: Attend = attend):
         self.embed = nnx.Embed(
             VOCABULARY, c.width, embedding_init=nnx.initializers.normal(1.0), rngs=rngs
         )
-        self.layers = nnx.List([Block(c, rngs) for _ in range(c.layers)])
+        self.layers = nnx.List([Block(c, rngs, attend) for _ in range(c.layers)])
         self.norm = nnx.RMSNorm(c.width, rngs=rngs)
         # Small, so that training starts from near-uniform guesses: ln 256 = 5.55 nats per byte.
         self.head = nnx.Linear(
@@ -109,17 +121,16 @@ class GPT(nnx.Module):
         return self.head(self.norm(x))
 
 
-def init(c: Config, seed: int):
+def init(c: Config, seed: int, attend: Attend = attend):
     """(graph, parameters): the parameters as nested dicts of arrays, so that paths are readable."""
-    graph, state = nnx.split(GPT(c, nnx.Rngs(seed)), nnx.Param)
+    graph, state = nnx.split(GPT(c, nnx.Rngs(seed), attend), nnx.Param)
     return graph, nnx.to_pure_dict(state)
 
 
 def loss(graph, params, batch: jax.Array, key: jax.Array | None = None) -> jax.Array:
     """Mean cross-entropy in nats per byte; batch is [batch, seq + 1]."""
     logits = nnx.merge(graph, params)(batch[:, :-1], key)
-    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), batch[:, 1:, None], axis=-1)
-    return -picked.mean()
+    return vocab_parallel_cross_entropy(logits, batch[:, 1:]).mean()
 
 
 def sample(graph, params, prompt: bytes, length: int, seed: int, temperature: float = 0.8) -> bytes:

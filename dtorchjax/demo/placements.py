@@ -97,8 +97,12 @@ def parse_mesh(text: str) -> dict[str, int]:
     return mesh
 
 
-def default_mesh(table: Table, devices: int) -> dict[str, int]:
-    """A mesh of that many devices with the axes that a table speaks of."""
+def default_mesh(table: Table, devices: int, context: int = 1) -> dict[str, int]:
+    """A mesh of that many devices with the axes that a table speaks of; "cp" has `context`."""
+    if context > 1:
+        if devices % context:
+            raise UsageError(f"{devices} devices do not divide by --context-parallel {context}")
+        return {**default_mesh(table, devices // context), "cp": context}
     if "tp" not in axes_named(table):
         return {"dp": devices}
     tp = math.gcd(devices, 4)

@@ -22,6 +22,7 @@ SIMULATED = 8  # CPU devices where there is nothing better and no mesh was asked
 class Options:
     mesh: str | None = None
     placements: str = "megatron"
+    context_parallel: int = 1  # devices that share a sequence, on the mesh axis "cp"
     devices: int | None = None  # 1 is the reference: plain jax.jit
     steps: int = 250
     seed: int = 0
@@ -83,7 +84,15 @@ def choose_mesh(o: Options) -> dict[str, int] | None:
         return None
     simulate(wanted or SIMULATED)
     here = jax.devices()
-    mesh = asked or placements.default_mesh(table, wanted or len(here))
+    context = o.context_parallel
+    mesh = asked or placements.default_mesh(table, wanted or len(here), context)
+    if mesh.get("cp", 1) != context:
+        raise UsageError(
+            f"mesh {placements.format_mesh(mesh)} and --context-parallel {context}: the mesh needs "
+            f"the axis cp={context}"
+        )
+    if o.config.seq % context:
+        raise UsageError(f"--seq {o.config.seq} is not divisible by --context-parallel {context}")
     needed = math.prod(mesh.values())
     if needed > len(here):
         cpu = here[0].platform == "cpu"
@@ -104,6 +113,20 @@ def simulate(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
         pass  # JAX has started: what it started with is counted below
+
+
+def ring(mesh_axes: dict[str, int]) -> model.Attend:
+    """Attention of sequences that are split over "cp": keys and values go round a ring."""
+    import dtorchjax as dt
+
+    split = {"dp": "S0", "cp": "S1", "tp": "S2"}  # [batch, seq, heads, head]
+    where = {axis: split[axis] for axis in mesh_axes if axis in split}
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        q, k, v = (dt.redistribute(x, where) for x in (q, k, v))
+        return dt.parallel.ring_attention(q, k, v, causal=True)
+
+    return attend
 
 
 def place(o: Options, mesh_axes: dict[str, int], step: Callable, params: Any, state: Any) -> Run:
@@ -138,7 +161,8 @@ def train(o: Options, console: Console) -> dict[str, Any]:
     def batch(number: int) -> np.ndarray:
         return data.batch(corpus, number, size=o.batch, seq=seq, seed=o.seed)
 
-    graph, params = model.init(o.config, o.seed)
+    attend = ring(mesh) if mesh and o.context_parallel > 1 else model.attend
+    graph, params = model.init(o.config, o.seed, attend)
     rule = optimizer(o.lr, o.steps)
     step = make_step(graph, rule, o.seed)
     count = sum(p.size for p in jax.tree.leaves(params))
