@@ -8,6 +8,8 @@ from dtorchjax import sharding_rules as _rules  # noqa: F401 - fills the registr
 from dtorchjax.annotate import redistribute
 from dtorchjax.api import distribute, explain, jit
 from dtorchjax.arguments import by_path
+from dtorchjax.check import CheckError, check_dfunction
+from dtorchjax.checking import checking
 from dtorchjax.collectives import (
     all_gather,
     all_to_all,
@@ -64,6 +66,9 @@ __all__ = [
     "dfunction",
     "DFunction",
     "LayoutRule",
+    "check_dfunction",
+    "CheckError",
+    "checking",
     "psum",
     "pmax",
     "pmin",

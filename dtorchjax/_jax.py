@@ -42,7 +42,25 @@ def settings() -> tuple[Any, ...]:
         "jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable",
         "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_default_prng_impl",
     )  # fmt: skip
-    return tuple(getattr(jax.config, name) for name in names)
+    return *(getattr(jax.config, name) for name in names), is_checking()
+
+
+_checks = jax.make_user_context(default_value=None)
+_checks_by_default = False
+
+
+def check_context(on: bool) -> Any:
+    """A context in which programs check what dfunctions claim, or do not."""
+    return _checks(on)
+
+
+def check_by_default(on: bool) -> None:
+    global _checks_by_default
+    _checks_by_default = on
+
+
+def is_checking() -> bool:
+    return _checks_by_default if _checks.value is None else bool(_checks.value)
 
 
 # part of the key of jax's own caches: what is traced inside differs from what is traced outside

@@ -42,6 +42,7 @@ class View:
     ):
         self.names, self.active, self.factors = names, tuple(active), factors or {}
         self.communicates = False
+        self.mentioned: set[str] = set()  # axes that the body names itself
 
 
 _view = _jax.user_context()
@@ -67,6 +68,7 @@ def _over(axes: AxisNames) -> tuple[str, ...]:
         return tuple(name for name in wanted if _jax.axis_is_bound(name))
     view.communicates = view.communicates or bool(wanted)
     if view.names is None:
+        view.mentioned.update(wanted)
         return ()
     for name in wanted:
         if name not in view.names:

@@ -36,14 +36,15 @@ def flops(name: str, in_avals: Any, out_avals: Any, params: dict[str, Any]) -> i
 
 
 def work(
-    name: str, in_avals: Any, out_avals: Any, params: dict[str, Any], moves: bool, speeds: Speeds
-) -> float:
+    name: str, in_avals: Any, out_avals: Any, params: dict[str, Any], moves: bool, speeds: Speeds,
+    contraction: int | None = None,
+) -> float:  # fmt: skip
     """What doing all of an equation on one device more costs; moving data is free (it is fused).
 
     Elementwise work costs the bytes that it reads or writes, by half: what is fused touches memory
-    less often.
+    less often. `contraction` is the number of multiplies and adds, where it is known.
     """
-    contraction = flops(name, in_avals, out_avals, params)
+    contraction = flops(name, in_avals, out_avals, params) if contraction is None else contraction
     if contraction:
         return REPLICATED_FLOP * contraction + REPLICATED_CONTRACTION * speeds.latency
     return 0.0 if moves else speeds.memory * max(map(nbytes, (*in_avals, *out_avals)), default=0)

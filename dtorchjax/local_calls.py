@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from dtorchjax import _jax
+from dtorchjax import _jax, cost
 from dtorchjax.collectives import View, viewing
 from dtorchjax.errors import PlacementError
 from dtorchjax.local_rules import BodyRow
@@ -48,13 +48,15 @@ class Info(NamedTuple):
     """What a trace of a body on whole operands tells.
 
     `aliases` are the operands that are kept for the backward pass as they are, `kept_bytes` the
-    size of all else that is kept, `communicates` is False for a body without collectives.
+    size of all else that is kept, `communicates` is False for a body without collectives, `flops`
+    are those of its contractions.
     """
 
     results: tuple[Aval, ...]
     aliases: tuple[int, ...]
     kept_bytes: int
     communicates: bool
+    flops: int
 
     @property
     def inexact(self) -> tuple[int, ...]:
@@ -119,6 +121,7 @@ class Body:
             tuple(sorted(aliases)),
             sum(int(np.prod(k.shape)) * k.dtype.itemsize for k in kept),
             view.communicates,
+            flops_of(closed.jaxpr),
         )  # fmt: skip
 
     def _check_constants(self, constants: Sequence[Any]) -> None:
@@ -130,6 +133,17 @@ class Body:
                     f"{_jax.short_type(x.aval)}: pass it as an argument, or its gradient and its "
                     "placement are not known"
                 )
+
+
+def flops_of(jaxpr: Any) -> int:
+    """Multiplies and adds of all contractions of a program, loops included."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        avals = [v.aval for v in eqn.invars], [v.aval for v in eqn.outvars]
+        total += cost.flops(eqn.primitive.name, *avals, eqn.params)
+        times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        total += times * sum(map(flops_of, _jax.inner_jaxprs(eqn)))
+    return total
 
 
 def _is_key(x: Any) -> bool:

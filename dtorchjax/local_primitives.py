@@ -13,6 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 from dtorchjax import _jax
+from dtorchjax.checking import verify_whole
 from dtorchjax.collectives import viewing
 from dtorchjax.errors import PlacementError
 from dtorchjax.local_calls import (
@@ -250,10 +251,18 @@ def _run(kind: str, local: LocalCall, *xs: Any) -> list[Any]:
     chosen = ways_of(this, local.inputs, local.outputs)
     fun = body_function(this, chosen, local.inputs, local.outputs)
     names = this.mesh.axis_names
-    with viewing(view_of(this, chosen, local.inputs, local.outputs, names)):
+    with viewing(view_of(this, chosen, local.inputs, local.outputs, names)) as view:
         results = local_program(this, fun)(*xs)
     _check_shapes(this, local, results)
+    if _jax.is_checking():
+        for i, (x, where) in enumerate(zip(results, local.outputs, strict=True)):
+            if not isinstance(x, Kept):
+                verify_whole(this.body.name, _what(this, i), x, where, view.active, names)
     return results
+
+
+def _what(this: Call, i: int) -> str:
+    return f"the gradient of operand {this.wrt[i]}" if this.kind == "backward" else f"result {i}"
 
 
 def _check_shapes(this: Call, local: LocalCall, results: Sequence[Any]) -> None:
@@ -262,15 +271,12 @@ def _check_shapes(this: Call, local: LocalCall, results: Sequence[Any]) -> None:
             continue
         wanted = local_shape(local.out_avals[i].shape, where, local.sizes)
         if tuple(np.shape(x)) != wanted:
-            what = f"the gradient of operand {this.wrt[i]}" if this.kind == "backward" else (
-                f"result {i}"
-            )  # fmt: skip
             parts = ", ".join(
                 str(local.in_shape(k)) for k, j in enumerate(local.inputs) if not j.is_local
             )
             raise PlacementError(
-                f"dfunction `{this.body.name}`: {what} has local shape {tuple(np.shape(x))}; its "
-                f"rule says {where} of {tuple(local.out_avals[i].shape)}, which is {wanted} on one "
+                f"dfunction `{this.body.name}`: {_what(this, i)} has local shape "
+                f"{tuple(np.shape(x))}; its rule says {where} of {tuple(local.out_avals[i].shape)}, which is {wanted} on one "
                 f"device (local operands {parts})"
             )
 
@@ -281,7 +287,7 @@ def _check_shapes(this: Call, local: LocalCall, results: Sequence[Any]) -> None:
 class DfunctionRule:
     """The rule of one of the primitives; its rows are those of the body in its parameters."""
 
-    moves, needs_mesh = False, True
+    moves, needs_mesh, place = False, True, __file__
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -291,6 +297,12 @@ class DfunctionRule:
         if self.kind == "tangent":
             _check_forward_mode(this.body)
         return PlacementSignature(tuple(ways(this)))
+
+    def flops(self, params: dict[str, Any]) -> int:
+        """Of the whole equation; a backward pass takes about twice as many."""
+        this = as_call(self.kind, params)
+        times = {"call": 1, "forward": 1, "tangent": 2, "backward": 2}[self.kind]
+        return times * this.body.info(this.of).flops
 
     def joint_rows(self, ins: Any, outs: Any, params: dict[str, Any]) -> Any:
         """All joint rows of a rule on whole layouts; None for other rules."""

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from dtorchjax.collectives import View
+from dtorchjax.collectives import View, viewing
 from dtorchjax.local_calls import Aval, Body, run_backward, run_forward, with_missing
 from dtorchjax.local_rules import (
     BodyRow,
@@ -20,7 +20,7 @@ from dtorchjax.local_rules import (
     result_cotangent,
 )
 from dtorchjax.notation import Row
-from dtorchjax.placements import Joint, Layout, Local, Placement, R, Shard, joint
+from dtorchjax.placements import Joint, Layout, Local, Placement, R, Shard, joint, local_shape
 
 Masks = tuple[tuple[bool, ...], ...]
 
@@ -146,10 +146,33 @@ def _over_batch(call: Call, level: int) -> Row:
 def _layouts(body: Body, mesh: Any, of: tuple[Aval, ...]) -> list[tuple[Any, Any]]:
     """Joint placements of operands and results that the rule accepts, on all axes at once."""
     assert body.layouts is not None
-    return [
-        (tuple(x.joint for x in ins), tuple(x.joint for x in outs))
-        for ins, outs in body.layouts(mesh, of, body.info(of).results)
-    ]
+    found = []
+    for ins, outs in body.layouts(mesh, of, body.info(of).results):
+        row = tuple(x.joint for x in ins), tuple(x.joint for x in outs)
+        if _shapes_agree(body, mesh, of, row, ins, outs):
+            found.append(row)
+    return found
+
+
+def _shapes_agree(
+    body: Body, mesh: Any, of: tuple[Aval, ...], row: tuple[Any, Any], ins: Any, outs: Any
+) -> bool:
+    """False where the body cannot run on such parts: a rule may say more than it knows."""
+    sizes = tuple(mesh.shape[n] for n in mesh.axis_names)
+    results = body.info(of).results
+    parts = tuple(local_shape(a.shape, j, sizes) for a, j in zip(of, row[0], strict=True))
+    wanted = tuple(local_shape(a.shape, j, sizes) for a, j in zip(results, row[1], strict=True))
+    fun = (body.expand(outs, ins) if body.expand else None) or body.fun
+    rows = [Row(*(tuple(j.placements[a] for j in side) for side in row)) for a in range(len(sizes))]
+    active = tuple(n for n, r in zip(mesh.axis_names, rows, strict=True) if differs(r))
+    structs = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(parts, of, strict=True)]
+    environment = list(zip(mesh.axis_names, sizes, strict=True))
+    try:
+        with viewing(View(mesh.axis_names, active)):
+            closed = jax.make_jaxpr(lambda *xs: fun(*xs), axis_env=environment)(*structs)
+    except (TypeError, ValueError):
+        return False
+    return tuple(tuple(a.shape) for a in closed.out_avals) == wanted
 
 
 @functools.lru_cache(maxsize=256)

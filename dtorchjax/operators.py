@@ -162,6 +162,8 @@ def _make(
     ]
     constants = program.constants
     run = program.run if not constants else (lambda *xs: program.run(*xs, *constants))
+    if _jax.is_checking():
+        run = program
     one = program.out_tree == jax.tree.structure(0)
     return _Operation(program, program.differentiable if traced else run, wrap, one)
 

@@ -148,8 +148,11 @@ def _row_costs(node: Node, labels: Labels) -> np.ndarray:
     if node.kind != "equation" or labels.graph.eager:
         return np.zeros(len(rows))
     ins, outs = [v.aval for v in node.inputs], [v.aval for v in node.outputs]
-    moves = find_rule(node.name).moves
-    work = cost.work(node.name, ins, outs, node.params, moves, labels.speeds)
+    rule = find_rule(node.name)
+    flops = getattr(rule, "flops", None)  # of a dfunction's body
+    work = cost.work(
+        node.name, ins, outs, node.params, rule.moves, labels.speeds, flops and flops(node.params)
+    )
     costs = [cost.row_cost(work, outs, r, labels.sizes) for r in rows]
     for i, row in enumerate(rows):
         for sent in communication_inside(node, row):

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from dtorchjax import _jax
 from dtorchjax.annotate import asked_placements
 from dtorchjax.arguments import layout_of_sharding, to_layout
+from dtorchjax.checking import raise_found
 from dtorchjax.dtensor import DTensor, sharding
 from dtorchjax.errors import PlacementError
 from dtorchjax.graph import build
@@ -57,7 +58,10 @@ class Program:
     def __call__(self, *storages: Any) -> list[Any]:
         if any(isinstance(s, _jax.Tracer) for s in storages):
             return self.differentiable(*storages)
-        return self.run(*storages, *self.constants)
+        results = self.run(*storages, *self.constants)
+        if _jax.is_checking():
+            raise_found(results)
+        return results
 
     @functools.cached_property
     def differentiable(self) -> Callable[..., list[Any]]:

@@ -249,11 +249,19 @@ class Labels:
         if joint_of is not None and self.current is None:
             found = joint_of(ins, outs, node.params)
             if found is not None:
-                return [JointRow(*row) for row in found]
+                rows = [JointRow(*row) for row in found]
+                return [row for row in rows if self._is_partial_by_itself(node, row)]
         key = (rows, tuple(a.shape for a in ins), tuple(a.shape for a in outs))
         if key not in self._rows:
             self._rows[key] = joint_rows(rows, ins, outs, self.sizes)
         return self._rows[key]
+
+    def _is_partial_by_itself(self, node: Node, row: JointRow) -> bool:
+        """Every partial operand of the row really occurs."""
+        return all(
+            kinds_of(where.placements) <= self.kinds.get(value, set())
+            for where, value in zip(row.inputs, node.inputs, strict=True)
+        )
 
     @property
     def replicated(self) -> Joint:
