@@ -257,6 +257,13 @@ def test_on_other_meshes(name, rows, sizes, dtype):
     check_on(mesh_of(*sizes), name, [",".join(column) for column in columns], dtype)
 
 
+@pytest.mark.parametrize("name", ["column", "row", *map(SLOW, list(CASES)[3:])])
+def test_every_row(name):
+    case = CASES[name]
+    report = dt.check_dfunction(case.function, *case.arrays("float32"), **case.statics)
+    assert report.checked and not report.skipped
+
+
 def test_lengths_that_chunks_do_not_divide(monkeypatch):
     monkeypatch.setattr(blockwise, "CHUNK", 3)
     arrays, g, wanted = expected("causal ring", "float32")
