@@ -4,6 +4,7 @@ Say where arrays live, one placement per mesh axis; `dt.jit` makes one shard_map
 collectives that its plan shows.
 """
 
+from dtorchjax import parallel
 from dtorchjax import sharding_rules as _rules  # noqa: F401 - fills the registry
 from dtorchjax.annotate import redistribute
 from dtorchjax.api import distribute, explain, jit
@@ -67,6 +68,7 @@ __all__ = [
     "DFunction",
     "LayoutRule",
     "check_dfunction",
+    "parallel",
     "CheckError",
     "checking",
     "psum",

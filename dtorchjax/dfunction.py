@@ -94,13 +94,14 @@ class Dfunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _jax.in_whole_trace():
             flat, operands = self.flat(args, kwargs)
-            return flat.in_program(*operands)
+            operands = [jnp.asarray(x) for x in operands]
+            return flat.result(flat.arrays_in_program(*operands), operands)
         if _has_dtensor((args, kwargs)):
             from dtorchjax.operators import run_eagerly
 
             self.rule  # noqa: B018 - an error where there is none
             flat, operands = self.flat(args, kwargs)
-            return run_eagerly(flat.in_program, *operands)
+            return flat.result(run_eagerly(flat.arrays_in_program, *operands), operands)
         return self.plain(*args, **kwargs)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
@@ -167,6 +168,7 @@ class FlatCall:
     def __init__(self, owner: Dfunction, shape: CallShape):
         self.owner, self.shape = owner, shape
         self.structures: dict[Any, Any] = {}
+        self.rows: dict[tuple[int, ...], list[BodyRow]] = {}
         by_hand = owner.backward is not None
         self.body = Body(
             owner.name, self.run, self._table, source=owner.fun,
@@ -237,22 +239,28 @@ class FlatCall:
 
     # ---- the rule
 
+    def _rows(self, ranks: tuple[int, ...]) -> list[BodyRow]:
+        """The rows that the rule has for operands of these ranks."""
+        if ranks not in self.rows:
+            owner, rule = self.owner, self.owner.rule
+            try:
+                if isinstance(rule, str):
+                    given = self._with_absent(ranks, rule.split("->")[0].count(",") + 1)
+                    table = sentence_table(rule, given, owner.linear, owner.extra)
+                else:
+                    assert isinstance(rule, PlacementSignature)
+                    wanted = len(rule.rows[0].inputs) if rule.rows else 0
+                    table = signature_table(rule, self._with_absent(ranks, wanted)), ()
+            except PlacementError as error:
+                raise PlacementError(f"dfunction `{owner.name}`: {error}") from None
+            self.rows[ranks], self.body.letters = table
+        return self.rows[ranks]
+
     def _table(self, of: Sequence[Aval], results: Sequence[Aval]) -> list[BodyRow]:
-        owner, rule = self.owner, self.owner.rule
-        try:
-            if isinstance(rule, str):
-                ranks = self._with_absent(
-                    [len(a.shape) for a in of], rule.split("->")[0].count(",") + 1
-                )
-                rows, self.body.letters = sentence_table(rule, ranks, owner.linear, owner.extra)
-            else:
-                assert isinstance(rule, PlacementSignature)
-                wanted = len(rule.rows[0].inputs) if rule.rows else 0
-                rows = signature_table(rule, self._with_absent([len(a.shape) for a in of], wanted))
-            ranks = [len(a.shape) for a in of], [len(a.shape) for a in results]
-            return checked_table(rows, *ranks, owner.name)
-        except PlacementError as error:
-            raise PlacementError(f"dfunction `{owner.name}`: {error}") from None
+        ranks = tuple(len(a.shape) for a in of)
+        return checked_table(
+            self._rows(ranks), ranks, [len(a.shape) for a in results], self.owner.name
+        )
 
     def _with_absent(self, items: Sequence[Any], wanted: int | None = None) -> list[Any]:
         """One entry per operand of the rule; None for one that is absent."""
@@ -274,12 +282,16 @@ class FlatCall:
 
     def _layouts(self, rule: LayoutRule, mesh: Any, of: Any, results: Any) -> Any:
         shapes = self._with_absent([a.shape for a in of])
-        return layouts_of(rule, mesh, self.shape.static, shapes, [a.shape for a in results])
+        return layouts_of(rule, mesh, self._static(), shapes, [a.shape for a in results])
+
+    def _static(self) -> dict[str, Any]:
+        """What a LayoutRule gets by name; an absent operand is a None among the layouts."""
+        return {name: value for name, value in self.shape.static.items() if value is not None}
 
     def _expand(self, rule: LayoutRule, outs: list[Any], ins: list[Any]) -> Any:
         found = rule.get_expand_impl(
             self.owner.plain, outs[0] if len(outs) == 1 else tuple(outs),
-            tuple(self._with_absent(ins)), **accepted(rule.get_expand_impl, self.shape.static),
+            tuple(self._with_absent(ins)), **accepted(rule.get_expand_impl, self._static()),
         )  # fmt: skip
         if found is None:
             return None
@@ -287,11 +299,12 @@ class FlatCall:
 
     # ---- calls
 
-    def in_program(self, *operands: Any) -> Any:
-        """An equation of the program that is being traced."""
+    def arrays_in_program(self, *operands: Any) -> list[Any]:
+        """An equation of the program that is being traced; see `result`."""
         self.settle()
-        whole = [jnp.asarray(x) for x in operands]
-        return self.result(call(self.body, whole), whole)
+        if self.body.layouts is None:
+            self._rows(tuple(x.ndim for x in operands))  # wrong operands: before the body sees them
+        return call(self.body, operands)
 
     @functools.cached_property
     def plain(self) -> Callable[..., list[Any]]:

@@ -276,8 +276,9 @@ def _check_shapes(this: Call, local: LocalCall, results: Sequence[Any]) -> None:
             )
             raise PlacementError(
                 f"dfunction `{this.body.name}`: {_what(this, i)} has local shape "
-                f"{tuple(np.shape(x))}; its rule says {where} of {tuple(local.out_avals[i].shape)}, which is {wanted} on one "
-                f"device (local operands {parts})"
+                f"{tuple(np.shape(x))}; its rule says {where} of "
+                f"{tuple(local.out_avals[i].shape)}, which is {wanted} on one device (local "
+                f"operands {parts})"
             )
 
 

@@ -173,29 +173,38 @@ class Local:
                 for port, x in zip(loop.consts, parts, strict=True):
                     self.give(port.outputs[which], x)
                 self.run(loop.scopes[which])
-                return [_strong(self.fetch(port, which), port) for port in loop.leaving]
+                results = [_strong(self.fetch(port, which), port) for port in loop.leaving]
+                for port, x in zip(loop.leaving, results, strict=True):
+                    if x is not NOTHING and not _is_array(x):
+                        kept[port] = jax.tree.structure(x)
+                return [x if _is_array(x) else jax.tree.leaves(x) for x in results]
 
             return run
 
+        kept: dict[Node, Any] = {}  # for backward passes of dfunctions: one branch's, or another's
         branches = [branch(b) for b in range(len(loop.scopes))]
         if any(self.plan.produced(port.outputs[0]).is_local for port in loop.leaving):
-            branches = _same_structure(branches, operands)
+            branches = _with_zeros(branches, operands)
         results = lax.switch(index, branches, *operands)
         for port, x in zip(loop.leaving, results, strict=True):
-            self.give(port.outputs[0], x)
+            self.give(port.outputs[0], jax.tree.unflatten(kept[port], x) if port in kept else x)
 
 
-NOTHING = ()
-"""What a branch of a cond keeps for the backward pass of a dfunction that another branch runs."""
+class _Nothing:
+    """What a branch of a cond keeps for the backward pass of a dfunction that another one runs."""
 
 
-def _same_structure(branches: list[Callable[..., Any]], operands: Sequence[Any]) -> list[Any]:
-    """Branches that return zeros in place of `NOTHING`, shaped as another branch's value."""
-    results = zip(*(jax.eval_shape(branch, *operands) for branch in branches), strict=True)
-    shapes = [next((x for x in column if x != NOTHING), NOTHING) for column in results]
+NOTHING = _Nothing()
+jax.tree_util.register_pytree_node(_Nothing, lambda _: ((), None), lambda _, __: NOTHING)
+
+
+def _with_zeros(branches: Sequence[Callable[..., Any]], operands: Sequence[Any]) -> list[Any]:
+    """Branches that return zeros where they keep nothing and another branch keeps arrays."""
+    columns = zip(*(jax.eval_shape(branch, *operands) for branch in branches), strict=True)
+    shapes = [max(column, key=lambda x: len(jax.tree.leaves(x))) for column in columns]
 
     def filled(x: Any, like: Any) -> Any:
-        if not (isinstance(x, tuple) and x == NOTHING):
+        if jax.tree.leaves(x):
             return x
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like)
 
