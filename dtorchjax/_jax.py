@@ -139,7 +139,8 @@ def without_dead_code(closed: Any) -> Any:
 
 def dead_code_rule(primitive: Any, rule: Callable[..., Any]) -> None:
     """`rule(used results, equation) -> (used operands, equation or None)` for `primitive`."""
-    partial_eval.dce_rules[primitive] = rule
+    # between the two, jax 0.12 passes which operands are alive (references)
+    partial_eval.dce_rules[primitive] = lambda used, *rest: rule(list(used), rest[-1])
 
 
 def zero_tangent(x: Any) -> Any:

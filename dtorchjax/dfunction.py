@@ -31,8 +31,10 @@ from dtorchjax.local_calls import Aval, Body, run_backward, run_forward
 from dtorchjax.local_primitives import call
 from dtorchjax.local_rules import BodyRow, checked_table, sentence_table, signature_table
 from dtorchjax.notation import PlacementSignature
+from dtorchjax.operators import run_eagerly
 
 Rule = str | PlacementSignature | LayoutRule | None
+ONE_ARRAY = jax.tree.structure(0), (None,)
 MOST_CALLS = 256
 """Calls with different statics of one dfunction that are kept."""
 
@@ -54,6 +56,7 @@ class Dfunction:
         self.backward: Callable[..., Any] | None = None
         self.jvp: Callable[..., Any] | None = None
         self.calls: dict[Any, FlatCall] = {}
+        self.of_arrays: dict[int, FlatCall] = {}
         for key, placement in self.cotangents.items():
             known = isinstance(key, int) or key == "return" or key in self.parameters.parameters
             if not known or placement not in ("R", "P"):
@@ -75,14 +78,18 @@ class Dfunction:
         if self.jvp is not None:
             raise PlacementError(f"dfunction `{self.name}` has a defjvp; it is one or the other")
         self.forward, self.backward = forward, backward
-        self.calls.clear()
+        self._forget()
 
     def defjvp(self, rule: Callable[..., Any]) -> None:
         """Give it a forward-mode rule, `rule(primals, tangents, **static)`, as jax.custom_jvp's."""
         if self.backward is not None:
             raise PlacementError(f"dfunction `{self.name}` has a defvjp; it is one or the other")
         self.jvp = rule
+        self._forget()
+
+    def _forget(self) -> None:
         self.calls.clear()
+        self.of_arrays.clear()
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         """A method: `self` is the first argument, static or a tree of arrays."""
@@ -93,16 +100,21 @@ class Dfunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _jax.in_whole_trace():
-            flat, operands = self.flat(args, kwargs)
-            operands = [jnp.asarray(x) for x in operands]
-            return flat.result(flat.arrays_in_program(*operands), operands)
+            return self._in_program(args, kwargs)
+        if not kwargs and all(type(x) is DTensor for x in args) and args:
+            flat = self.of_arrays.get(len(args))  # nothing to look for among the arguments
+            if flat is None:
+                flat = self.of_arrays[len(args)] = self.flat(args, kwargs)[0]
+            return flat.on_dtensors(args)
         if _has_dtensor((args, kwargs)):
-            from dtorchjax.operators import run_eagerly
-
-            self.rule  # noqa: B018 - an error where there is none
             flat, operands = self.flat(args, kwargs)
-            return flat.result(run_eagerly(flat.arrays_in_program, *operands), operands)
+            return flat.on_dtensors(operands)
         return self.plain(*args, **kwargs)
+
+    def _in_program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        flat, operands = self.flat(args, kwargs)
+        operands = [jnp.asarray(x) for x in operands]
+        return flat.result(flat.arrays_in_program(*operands), operands)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The function on whole arrays, or on one device's parts: no rule, no mesh."""
@@ -298,6 +310,17 @@ class FlatCall:
         return lambda *operands: self._remember(self.shape.call(found, operands), operands)
 
     # ---- calls
+
+    def on_dtensors(self, operands: Sequence[Any]) -> Any:
+        """Eagerly: the arrays of the result are DTensors."""
+        out = run_eagerly(self.eager, *operands)
+        return self.result(out, operands) if type(out) is list else out
+
+    def eager(self, *operands: Any) -> Any:
+        """A result that is one array as such: nothing has to be put together."""
+        arrays = self.arrays_in_program(*operands)
+        one = self.structures[_shapes(operands)] == ONE_ARRAY
+        return arrays[0] if one else arrays
 
     def arrays_in_program(self, *operands: Any) -> list[Any]:
         """An equation of the program that is being traced; see `result`."""

@@ -263,7 +263,7 @@ def test_errors_name_what_is_wrong(mesh24, mesh8):
         columns = dt.distribute_tensor(X, mesh24, "S1,R")
         same(x, columns)
     with pytest.raises(TypeError, match="hashable"):
-        scaled(x, [2.0])
+        scaled(x, {2.0})
     with pytest.raises(ValueError, match=r"2 operands in the rule.*3 given"):
         dt.jit(lambda a: three(a, a, a))(x)
 
