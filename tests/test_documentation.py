@@ -21,6 +21,10 @@ MODULES = [
     "operators",
     "api",
     "signatures",
+    "parallel.linear",
+    "parallel.cross_entropy",
+    "parallel.attention",
+    "parallel.experts",
 ]
 
 

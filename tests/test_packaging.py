@@ -59,7 +59,9 @@ def test_wheel_holds_the_package_alone(wheel):
     assert not outside
     assert len(members) == len(set(members))
     wanted = {p.relative_to(ROOT).as_posix() for p in (ROOT / "dtorchjax").glob("*.py")}
-    wanted |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "dtorchjax/demo").glob("*.py")}
+    for folder in ("demo", "parallel"):
+        files = (ROOT / "dtorchjax" / folder).glob("*.py")
+        wanted |= {p.relative_to(ROOT).as_posix() for p in files}
     wanted |= {f"dtorchjax/{link}/{p.name}" for link in LINKS for p in (ROOT / link).glob("*.py")}
     wanted |= {"dtorchjax/py.typed"}
     assert not wanted - set(members)

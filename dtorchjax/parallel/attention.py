@@ -33,17 +33,17 @@ def ring_attention(
 ) -> Any:
     """softmax(q k^T scale) v, with the sequence sharded and the keys sent around a ring.
 
-    q [b, s, h, d], k and v [b, s, g, d] -> [b, s, h, d] in q's dtype; h is a multiple of g, and
-    heads i h/g to (i + 1) h/g - 1 of q share head i of k and v. `scale` is 1 / sqrt(d) unless
-    given. With `causal`, a token sees those up to itself. Sums are in float32 for 16-bit operands.
-    b, s, and the heads of k may be sharded, d not.
+    q [b, s, h, d], k and v [b, t, g, d] -> [b, s, h, d] in q's dtype; h is a multiple of g, and
+    each head of k and v serves h / g successive heads of q. `scale` is 1 / sqrt(d) unless given.
+    With `causal`, for which t is s, a token sees those up to itself. Sums are in float32 for 16-bit
+    operands. b, the heads, and s and t together may be sharded, d not.
 
-    Where s is sharded over n devices, each sends its k and v n - 1 times, and once more that for
-    the gradients, whose terms of dk and dv go with them, in float32, n times. No device holds more
-    than two devices' k and v, nor scores of more than 512 queries and 512 keys. With `causal`, the
-    device with the last tokens has the most to do: the others wait.
+    Where s is sharded over n devices, each sends a block of k and of v n - 1 times. For the
+    gradients it does so again, and the terms of dk and dv follow their block, in float32, n times.
+    No device holds scores of more than 512 queries and 512 keys at once. With `causal`, the device
+    of the last tokens has the most to do, and the others wait for it.
 
-    Raises ValueError where h is no multiple of g.
+    Raises ValueError where h is no multiple of g, or t is not s with `causal`.
 
     Source: Liu, Zaharia, Abbeel 2023, Ring Attention with Blockwise Transformers.
 
@@ -125,6 +125,8 @@ def _ring(
     """The result, and what its gradient needs."""
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} heads of q are no multiple of {k.shape[2]} of k and v")
+    if causal and q.shape[1] != k.shape[1]:
+        raise ValueError(f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys")
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     problem = Problem(causal, scale, blockwise.CHUNK)
     size, queries = axis_size(axes), chunked_queries(q, k.shape[2], problem.chunk)
