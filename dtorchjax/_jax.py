@@ -360,8 +360,9 @@ def imported_names(file: str) -> frozenset[str]:
 
 
 def function_names(file: str) -> frozenset[str]:
-    """The names that a file gives to functions."""
-    return frozenset(d.name for d in ast.walk(_syntax(file)) if isinstance(d, ast.FunctionDef))
+    """The names that a file gives to functions and classes."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return frozenset(d.name for d in ast.walk(_syntax(file)) if isinstance(d, kinds))
 
 
 def where(eqn: Any) -> Where | None:

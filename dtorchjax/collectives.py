@@ -43,6 +43,7 @@ class View:
         self.names, self.active, self.factors = names, tuple(active), factors or {}
         self.communicates = False
         self.mentioned: set[str] = set()  # axes that the body names itself
+        self.asked: set[str] = set()  # letters of which it asks the axes
 
 
 _view = _jax.user_context()
@@ -90,6 +91,7 @@ def axes_of(factor: str) -> tuple[str, ...]:
         return ()
     view.communicates = True
     if view.names is None:
+        view.asked.add(factor)
         return ()
     if factor not in view.factors:
         known = ", ".join(map(repr, view.factors)) or "none: its rule is not a sentence"

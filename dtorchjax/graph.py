@@ -59,6 +59,14 @@ class Node:
     where: _jax.Where | None = None
     label: str = ""
 
+    @property
+    def title(self) -> str:
+        """What a user calls it: of a dfunction's equation the function's name."""
+        body = self.params.get("body")
+        if body is None:
+            return self.name or self.label or self.kind
+        return f"backward of {body.name}" if self.name == "dfunction_backward" else body.name
+
 
 @dataclasses.dataclass(eq=False)
 class Scope:

@@ -48,14 +48,16 @@ class Info(NamedTuple):
     """What a trace of a body on whole operands tells.
 
     `aliases` are the operands that are kept for the backward pass as they are, `kept_bytes` the
-    size of all else that is kept, `communicates` is False for a body without collectives, `flops`
-    are those of its contractions.
+    size of all else that is kept, `communicates` is False for a body without collectives,
+    `letters` and `names` are those of whose axes it speaks, `flops` those of its contractions.
     """
 
     results: tuple[Aval, ...]
     aliases: tuple[int, ...]
     kept_bytes: int
     communicates: bool
+    letters: frozenset[str]
+    names: frozenset[str]
     flops: int
 
     @property
@@ -121,6 +123,8 @@ class Body:
             tuple(sorted(aliases)),
             sum(int(np.prod(k.shape)) * k.dtype.itemsize for k in kept),
             view.communicates,
+            frozenset(view.asked),
+            frozenset(view.mentioned),
             flops_of(closed.jaxpr),
         )  # fmt: skip
 

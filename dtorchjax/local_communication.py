@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from dtorchjax import _jax
-from dtorchjax.collectives import viewing
+from dtorchjax.collectives import View, viewing
 from dtorchjax.local_calls import Aval
 from dtorchjax.local_primitives import body_function, local_program
 from dtorchjax.local_tables import Call, Way, view_of, ways_of
@@ -46,35 +46,90 @@ def communication(
 
     `operands` are the whole inputs of the equation, with the dims of vmap.
     """
-    if not call.body.info(call.of).communicates:
+    info, names = call.body.info(call.of), call.mesh.axis_names
+    if not info.communicates:
         return ()
-    names = call.mesh.axis_names
     sizes = tuple(call.mesh.shape[n] for n in names)
     chosen = ways_of(call, inputs, outputs)
     view = view_of(call, chosen, inputs, outputs, names)
-    if not view.active:
+    speaks_of = [n for letter in sorted(info.letters) for n in view.factors.get(letter, ())]
+    speaks_of += [n for n in view.active if n in info.names]
+    if not speaks_of:
         return ()
-    fun = body_function(call, chosen, inputs, outputs)
-    environment = list(zip(names, sizes, strict=True))
-    parts: list[Any] = [
-        jax.ShapeDtypeStruct(local_shape(a.shape, where, sizes), a.dtype)
-        for a, where in zip(operands, inputs, strict=True)
-    ]
-    with viewing(view):
-        token = next((i for i, where in enumerate(inputs) if where.is_local), None)
-        if token is not None:
-            lead = _local_lead(operands[token].shape[:-1], inputs[token], sizes)
-            parts[token] = _kept(call, fun, chosen, sizes, lead, environment)
-        program = local_program(call, fun)
-        closed = jax.make_jaxpr(lambda *xs: jax.tree.leaves(program(*xs)), axis_env=environment)(
-            *parts
+    number = {name: axis for axis, name in enumerate(names)}
+    token = next((i for i, where in enumerate(inputs) if where.is_local), None)
+    local = _Local(
+        parts=tuple(
+            Aval(local_shape(a.shape, where, sizes), a.dtype)
+            for a, where in zip(operands, inputs, strict=True)
+        ),
+        body_parts=_body_parts(call, chosen, sizes),
+        lead=() if token is None else _local_lead(operands[token].shape[:-1], inputs[token], sizes),
+        token=token,
+    )
+    if call.body.expand is not None:
+        local = local._replace(fun=body_function(call, chosen, inputs, outputs))
+    # a body that names no axes does the same on axes of other names
+    rename = {n: n if info.names else f"axis {i}" for i, n in enumerate(dict.fromkeys(speaks_of))}
+    axes = tuple((rename[n], sizes[number[n]]) for n in rename)
+    factors = tuple(
+        (letter, tuple(rename.get(n, n) for n in over)) for letter, over in view.factors.items()
+        if letter in info.letters
+    )  # fmt: skip
+    back = {new: number[old] for old, new in rename.items()}
+    return tuple(
+        Sent(kind, tuple(back[n] for n in over), nbytes, times)
+        for kind, over, nbytes, times in _collectives(
+            call._replace(mesh=None), local, axes, factors
         )
-    numbers = {name: axis for axis, name in enumerate(names)}
-    found: dict[tuple[str, tuple[int, ...], float], int] = {}
-    for kind, axes, nbytes, times in _walk(closed.jaxpr, 1, numbers, sizes):
-        key = kind, axes, nbytes
+    )
+
+
+class _Local(NamedTuple):
+    """What one device has: the parts of the equation's inputs, and of the body's operands.
+
+    `lead` are the dims of vmap of what is kept for the backward pass, `token` its number.
+    """
+
+    parts: tuple[Aval, ...]
+    body_parts: tuple[Aval, ...]
+    lead: tuple[int, ...]
+    token: int | None
+    fun: Callable[..., Any] | None = None
+
+
+@functools.lru_cache(maxsize=4096)
+def _collectives(
+    call: Call, local: _Local, axes: tuple[tuple[str, int], ...],
+    factors: tuple[tuple[str, tuple[str, ...]], ...],
+) -> tuple[tuple[str, tuple[str, ...], float, int], ...]:  # fmt: skip
+    """Kind, axes, bytes and how often, from a trace."""
+    fun = local.fun or call.body.fun
+    names = [name for name, _ in axes]
+    parts: list[Any] = [a.struct() for a in local.parts]
+    with viewing(View((*names, *call.body.info(call.of).names), names, dict(factors))):
+        if local.token is not None:
+            masks = ((True,) * len(call.of),) * len(local.lead)
+            forward = local_program(Call("forward", call.body, call.of, masks), fun)
+            operands = [Aval((*local.lead, *a.shape), a.dtype).struct() for a in local.body_parts]
+            trace = jax.make_jaxpr(forward, axis_env=axes, return_shape=True)
+            parts[local.token] = trace(*operands)[1][-1]
+        program = local_program(call, fun)
+        closed = jax.make_jaxpr(lambda *xs: jax.tree.leaves(program(*xs)), axis_env=axes)(*parts)
+    found: dict[tuple[str, tuple[str, ...], float], int] = {}
+    for kind, over, nbytes, times in _walk(closed.jaxpr, 1, dict(axes)):
+        key = kind, over, nbytes
         found[key] = found.get(key, 0) + times
-    return tuple(Sent(*key, times) for key, times in found.items())
+    return tuple((*key, times) for key, times in found.items())
+
+
+def _body_parts(call: Call, chosen: Sequence[Way], sizes: Sequence[int]) -> tuple[Aval, ...]:
+    """One device's parts of the body's operands, without the dims of vmap."""
+    found = []
+    for i, aval in enumerate(call.of):
+        where = joint([w.base.inputs[i] if w.base else R for w in chosen])
+        found.append(Aval(local_shape(aval.shape, where, sizes), aval.dtype))
+    return tuple(found)
 
 
 def _local_lead(lead: Sequence[int], where: Joint, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -86,49 +141,32 @@ def _local_lead(lead: Sequence[int], where: Joint, sizes: Sequence[int]) -> tupl
     return tuple(found)
 
 
-def _kept(
-    call: Call, fun: Callable[..., Any], chosen: Sequence[Way], sizes: Sequence[int],
-    lead: tuple[int, ...], environment: list[tuple[str, int]],
-) -> Any:  # fmt: skip
-    """The shapes of what a device keeps for the backward pass."""
-    masks = ((True,) * len(call.of),) * len(lead)
-    forward = local_program(Call("forward", call.body, call.of, masks, mesh=call.mesh), fun)
-    operands = []
-    for i, aval in enumerate(call.of):
-        where = joint([w.base.inputs[i] if w.base else R for w in chosen])
-        shape = (*lead, *local_shape(aval.shape, where, sizes))
-        operands.append(jax.ShapeDtypeStruct(shape, aval.dtype))
-    return jax.make_jaxpr(forward, axis_env=environment, return_shape=True)(*operands)[1][-1]
-
-
 def _walk(
-    jaxpr: Any, times: int, numbers: dict[str, int], sizes: Sequence[int]
-) -> Iterator[tuple[str, tuple[int, ...], float, int]]:
+    jaxpr: Any, times: int, sizes: dict[str, int]
+) -> Iterator[tuple[str, tuple[str, ...], float, int]]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in KINDS:
-            yield from _sent(eqn, times, numbers, sizes)
+            yield from _sent(eqn, times, sizes)
         elif name == "cond":
             inner = [
-                list(_walk(_jax.open_jaxpr(branch)[0], times, numbers, sizes))
+                list(_walk(_jax.open_jaxpr(branch)[0], times, sizes))
                 for branch in eqn.params["branches"]
             ]
             yield from max(inner, key=lambda found: sum(b * t for _, _, b, t in found))
         else:
             trips = {"scan": eqn.params.get("length", 1), "while": LOOP_TRIPS}.get(name, 1)
             for inner in _jax.inner_jaxprs(eqn):
-                yield from _walk(inner, times * trips, numbers, sizes)
+                yield from _walk(inner, times * trips, sizes)
 
 
 def _sent(
-    eqn: Any, times: int, numbers: dict[str, int], sizes: Sequence[int]
-) -> Iterator[tuple[str, tuple[int, ...], float, int]]:
+    eqn: Any, times: int, sizes: dict[str, int]
+) -> Iterator[tuple[str, tuple[str, ...], float, int]]:
     """One collective, by ring algorithms."""
     named = eqn.params.get("axes", eqn.params.get("axis_name"))
-    axes = tuple(
-        numbers[n] for n in ((named,) if isinstance(named, str) else named) if n in numbers
-    )
-    n = math.prod(sizes[a] for a in axes)
+    over = tuple(n for n in ((named,) if isinstance(named, str) else named) if n in sizes)
+    n = math.prod(sizes[name] for name in over)
     stays = all(a == b for a, b in eqn.params.get("perm", ((0, 1),)))
     if n == 1 or stays:
         return
@@ -138,7 +176,7 @@ def _sent(
         "all-to-all": (n - 1) / n, "permute": 1.0,
     }[kind]  # fmt: skip
     held = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in eqn.invars)
-    yield kind, axes, held * part, times
+    yield kind, over, held * part, times
 
 
 __all__ = ["Sent", "communication"]

@@ -281,7 +281,7 @@ class Plan:
                 axes=tuple(self.mesh.axis_names[a] for a in sent.axes),
                 bytes=sent.bytes,
                 times=int(node.scope.times) * sent.times,
-                primitive=node.name,
+                primitive=node.title,
                 where=str(node.where or ""),
                 why=f"inside `{node.params['body'].name}`",
                 seconds=seconds(sent.bytes, sent.axes, self.mesh),
@@ -298,7 +298,7 @@ class Plan:
                 continue
             row = self.rows[node]
             place = node.where or (value.producer.where if value.producer else None)
-            what = node.name or node.label or node.kind
+            what = node.title
             if node.kind == "equation":
                 why = (
                     f"operand {operand} of {what} is {move.source}, needed as {row.inputs[operand]}"

@@ -127,7 +127,7 @@ class _Report:
         )
 
     def _what(self) -> str:
-        return self.node.name or self.node.label or self.node.kind
+        return self.node.title
 
     def _summary(self) -> str:
         what = f"`{self._what()}`"
@@ -150,7 +150,7 @@ class _Report:
         text = f"{_jax.short_type(aval)}  {Layout(self.mesh, have.placements, have.order)}"
         maker = value.producer
         if maker is not None and maker.kind == "equation" and maker.where is not None:
-            text += f"   (made at {maker.where} by {maker.name})"
+            text += f"   (made at {maker.where} by {maker.title})"
         elif maker is not None and maker.kind == "input":
             text += f"   ({maker.label})"
         elif maker is not None and maker.kind == "literal":

@@ -259,7 +259,7 @@ def test_errors_name_what_is_wrong(mesh24, mesh8):
         MyAdd.apply(x, dt.distribute_tensor(X, mesh8, "S0"))
     with pytest.raises(ValueError, match="MyAdd"):
         AddRule()
-    with pytest.raises(dt.PlacementMismatchError, match="dfunction"):
+    with pytest.raises(dt.PlacementMismatchError, match="`same` cannot combine"):
         columns = dt.distribute_tensor(X, mesh24, "S1,R")
         same(x, columns)
     with pytest.raises(TypeError, match="hashable"):
