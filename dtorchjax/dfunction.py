@@ -124,6 +124,18 @@ class Dfunction:
         operands = [jnp.asarray(x) for x in operands]
         return flat.result(flat.plain(*operands), operands)
 
+    def signature(self, *args: Any, **kwargs: Any) -> PlacementSignature:
+        """The table for these arguments (arrays or ShapeDtypeStructs), one row per mesh axis.
+
+        Raises PlacementError for a LayoutRule, which speaks of all axes of a mesh at once.
+        """
+        flat, operands = self.flat(args, kwargs)
+        if isinstance(self.rule, LayoutRule):
+            raise PlacementError(f"dfunction `{self.name}` has a LayoutRule: {self.rule!r}")
+        of = tuple(Aval(tuple(x.shape), x.dtype) for x in operands)
+        rows = flat.body.table(of, flat.body.info(of).results)
+        return PlacementSignature(tuple(row.row for row in rows))
+
     @property
     def rule(self) -> str | PlacementSignature | LayoutRule:
         """The rule; a PlacementError for a function without one."""
@@ -420,6 +432,10 @@ def dfunction(
     ...     return x @ w
     >>> linear(jnp.ones((2, 3)), jnp.ones((3, 4))).shape
     (2, 4)
+    >>> print(linear.signature(jnp.ones((2, 3)), jnp.ones((3, 4))))
+    R, R -> R
+    S0, R -> S0
+    R, S1 -> S1
     """
     if fun is None:
         return functools.partial(
