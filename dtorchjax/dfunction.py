@@ -102,10 +102,13 @@ class Dfunction:
         if _jax.in_whole_trace():
             return self._in_program(args, kwargs)
         if not kwargs and all(type(x) is DTensor for x in args) and args:
-            flat = self.of_arrays.get(len(args))  # nothing to look for among the arguments
-            if flat is None:
-                flat = self.of_arrays[len(args)] = self.flat(args, kwargs)[0]
-            return flat.on_dtensors(args)
+            flat = self.of_arrays.get(len(args))
+            if flat is not None:  # nothing to look for among the arguments
+                return flat.on_dtensors(args)
+            flat, operands = self.flat(args, kwargs)
+            if len(operands) == len(args):  # no arrays among the defaults
+                self.of_arrays[len(args)] = flat
+            return flat.on_dtensors(operands)
         if _has_dtensor((args, kwargs)):
             flat, operands = self.flat(args, kwargs)
             return flat.on_dtensors(operands)
@@ -193,6 +196,7 @@ class FlatCall:
         self.owner, self.shape = owner, shape
         self.structures: dict[Any, Any] = {}
         self.rows: dict[tuple[int, ...], list[BodyRow]] = {}
+        self.result_ranks: dict[tuple[int, ...], list[int] | None] = {}
         by_hand = owner.backward is not None
         self.body = Body(
             owner.name, self.run, self._table, source=owner.fun,
@@ -274,17 +278,22 @@ class FlatCall:
                 else:
                     assert isinstance(rule, PlacementSignature)
                     wanted = len(rule.rows[0].inputs) if rule.rows else 0
-                    table = signature_table(rule, self._with_absent(ranks, wanted)), ()
+                    table = signature_table(rule, self._with_absent(ranks, wanted)), (), None
             except PlacementError as error:
                 raise PlacementError(f"dfunction `{owner.name}`: {error}") from None
-            self.rows[ranks], self.body.letters = table
+            self.rows[ranks], self.body.letters = table[:2]
+            self.result_ranks[ranks] = table[2]
         return self.rows[ranks]
 
     def _table(self, of: Sequence[Aval], results: Sequence[Aval]) -> list[BodyRow]:
-        ranks = tuple(len(a.shape) for a in of)
-        return checked_table(
-            self._rows(ranks), ranks, [len(a.shape) for a in results], self.owner.name
-        )
+        ranks, found = tuple(len(a.shape) for a in of), [len(a.shape) for a in results]
+        rows, said = self._rows(ranks), self.result_ranks[ranks]
+        if said is not None and len(said) == len(found) and said != found:
+            raise PlacementError(
+                f"dfunction `{self.owner.name}` returns arrays of {found} dims, its rule "
+                f"`{self.owner.rule}` says {said}"
+            )
+        return checked_table(rows, ranks, found, self.owner.name)
 
     def _with_absent(self, items: Sequence[Any], wanted: int | None = None) -> list[Any]:
         """One entry per operand of the rule; None for one that is absent."""

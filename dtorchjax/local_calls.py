@@ -105,7 +105,13 @@ class Body:
     def _trace(self, of: tuple[Aval, ...]) -> Info:
         structs = [a.struct() for a in of]
         with viewing(View()) as view:
-            closed = jax.make_jaxpr(lambda *xs: self.fun(*xs))(*structs)
+            try:
+                closed = jax.make_jaxpr(lambda *xs: self.fun(*xs))(*structs)
+            except NameError as error:
+                raise PlacementError(
+                    f"dfunction `{self.name}`: {error} (a body speaks to other devices by dt.psum "
+                    "and its like, which do nothing where there is no mesh)"
+                ) from error
             self._check_constants(closed.consts)
             aliases: set[int] = set()
 

@@ -35,14 +35,16 @@ _WORD = re.compile(r"\([^()]*\)|\.\.\.|[^\s()\[\]]+")
 
 def sentence_table(
     text: str, ranks: Sequence[int | None], linear: str | None, extra: Sequence[str] = ()
-) -> tuple[list[BodyRow], tuple[str, ...]]:
-    """The rows of a dfunction's sentence for operands of these ranks (None: absent); its letters.
+) -> tuple[list[BodyRow], tuple[str, ...], list[int]]:
+    """The rows of a dfunction's sentence for operands of these ranks (None: absent).
+
+    With its letters and the ranks of its results.
 
     `...` are leading dims, `(g r)` is a dim of two factors of which the first may be sharded, `[b]`
     an operand that may be absent, `-` an operand without dims. `extra` are more rows as text,
     `"k: S1, S0 -> R"` if they shard a letter.
 
-    >>> rows, _ = sentence_table("... i, i o, [o] -> ... o", [3, 2, None], None)
+    >>> rows, _, _ = sentence_table("... i, i o, [o] -> ... o", [3, 2, None], None)
     >>> [str(r.row) for r in rows]
     ['R, R -> R', 'S0, R -> S0', 'S1, R -> S1', 'R, S1 -> S2']
     """
@@ -66,7 +68,7 @@ def sentence_table(
     for words in extra:
         factor, row = _extra_row(words)
         table += signature_table(PlacementSignature((row,)), ranks, factor, present)
-    return list(dict.fromkeys(table)), letters
+    return list(dict.fromkeys(table)), letters, [len(o.factors) for o in parsed.outputs]
 
 
 def _extra_row(text: str) -> tuple[str, Row]:

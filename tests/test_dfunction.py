@@ -11,6 +11,7 @@ from dtorchjax.notation import parse_row
 
 X = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")
 W = np.random.default_rng(1).normal(size=(16, 8)).astype("float32")
+RAMP = np.arange(16, dtype="float32")
 B = np.random.default_rng(2).normal(size=(8,)).astype("float32")
 
 
@@ -262,6 +263,20 @@ def test_errors_name_what_is_wrong(mesh24, mesh8):
     with pytest.raises(dt.PlacementMismatchError, match="`same` cannot combine"):
         columns = dt.distribute_tensor(X, mesh24, "S1,R")
         same(x, columns)
+
+    @dt.dfunction(rule="a b -> a")
+    def too_many_dims(a):
+        return a
+
+    with pytest.raises(ValueError, match=r"returns arrays of \[2\] dims.*says \[1\]"):
+        dt.jit(too_many_dims)(x)
+
+    @dt.dfunction(rule="a b -> a b")
+    def of_jax(a):
+        return lax.psum(a, "tp")
+
+    with pytest.raises(ValueError, match=r"of_jax.*dt\.psum"):
+        of_jax(x)
     with pytest.raises(TypeError, match="hashable"):
         scaled(x, {2.0})
     with pytest.raises(ValueError, match=r"2 operands in the rule.*3 given"):
@@ -343,6 +358,16 @@ def test_trees_none_statics_integers_and_dtypes(mesh24, offset):
     found = dt.jit(jax.grad(loss, (0, 1)))(place(X, "R,R"), place(second, "R,R"))
     assert found[1].dtype == jnp.bfloat16
     all_close(found, [np.asarray(g, "float32") for g in reference], 2e-2)
+
+
+def test_an_array_as_a_default(mesh24):
+    @dt.dfunction(rule="a b, b -> a b")
+    def with_default(x, scale=RAMP):
+        return x * scale
+
+    x = dt.distribute_tensor(X, mesh24, "S0,S1")
+    for run in (with_default, with_default, dt.jit(with_default)):
+        close(run(x), X * RAMP)
 
 
 def test_needs_input_grad():
@@ -456,6 +481,46 @@ def test_transformations(mesh24, wrap, fun, where):
     if wrap in (plain, scanned):  # the derivative of a program, from outside
         found = jax.value_and_grad(dt.jit(program), (0, 1))(x, w)
         all_close(found, expected)
+
+
+MESHES = {
+    "two axes on rows": ((2, 4), "S0,S0", "R"),
+    "minor axis first": ((2, 4), jax.sharding.PartitionSpec(("tp", "dp")), "R"),
+    "both on the sum": ((2, 4), "S1,S1", "S0,S0"),
+    "three axes": ((2, 2, 2), "S0,S1,R", "R,S0,S1"),
+    "axes of one device": ((1, 8), "R,S1", "R,S0"),
+    "one device": ((1, 1), "S0,S1", "R,S0"),
+}
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_meshes_and_axis_orders(case):
+    shape, px, pw = MESHES[case]
+    mesh = dt.init_device_mesh(shape, ("dp", "tp", "pp")[: len(shape)])
+    x, w = dt.distribute_tensor(X, mesh, px), dt.distribute_tensor(W, mesh, pw)
+    expected = jax.grad(plain(reference), (0, 1))(X, W)
+    for fun in (dense, by_hand):
+        if case != "three axes":
+            close(fun(x, w), reference(X, W))
+        all_close(dt.jit(jax.grad(plain(fun), (0, 1)))(x, w), expected)
+
+
+STACK = np.random.default_rng(4).normal(size=(4, 8, 16)).astype("float32")
+VMAPS = {
+    "first dim": lambda f: lambda x, w: jax.vmap(f, (0, None))(x, w),
+    "second dim": lambda f: lambda x, w: jax.vmap(f, (1, None), 1)(x, w),
+    "both operands": lambda f: lambda x, w: jax.vmap(lambda x, s: f(x, w * s))(x, jnp.arange(4.0)),
+    "nested": lambda f: lambda x, w: jax.vmap(jax.vmap(lambda r: f(r[None], w)[0]))(x),
+}
+
+
+@pytest.mark.parametrize("case", VMAPS)
+def test_vmaps(mesh24, case):
+    program = VMAPS[case]
+    x, w = dt.distribute_tensor(STACK, mesh24, "S0,S2"), dt.distribute_tensor(W, mesh24, "R,S0")
+    expected = jax.value_and_grad(plain(program(reference)), (0, 1))(STACK, W)
+    for fun in (dense, by_hand):
+        all_close(dt.jit(jax.value_and_grad(plain(program(fun)), (0, 1)))(x, w), expected)
 
 
 @pytest.mark.parametrize("where", PLACES)
