@@ -16,8 +16,9 @@ from jax import numpy as jnp
 from jax.sharding import AbstractMesh
 
 from dtorchjax.collectives import View, viewing
-from dtorchjax.dfunction import Dfunction, FlatCall
+from dtorchjax.dfunction import Dfunction
 from dtorchjax.errors import PlacementError
+from dtorchjax.flat_call import FlatCall
 from dtorchjax.local_calls import Aval
 from dtorchjax.local_primitives import body_function, local_program
 from dtorchjax.local_rules import is_differentiable, operand_cotangent, result_cotangent

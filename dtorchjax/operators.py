@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from dtorchjax import _jax
+from dtorchjax.collectives import current_view
 from dtorchjax.errors import PlacementError
 
 if TYPE_CHECKING:
@@ -78,6 +79,11 @@ def run_eagerly(fun: Callable[..., Any], /, *args: Any, **static: Any) -> Any:
     """
     if _jax.in_whole_trace():  # DTensors are constants of the program that is being traced
         return fun(*jax.tree.map(_constant, args, is_leaf=_is_dtensor), **static)
+    if current_view() is not None:
+        raise PlacementError(
+            "the body of a dfunction uses a DTensor, but it sees one device's parts: pass it as an "
+            "argument"
+        )
     tree = None
     kinds = tuple(map(_kind, args))
     if None in kinds:

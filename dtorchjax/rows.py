@@ -158,11 +158,7 @@ class Labels:
         """The row that the node must keep on this axis."""
         if self.current is None or axis in self.free:
             return None
-        row = self.current[node]
-        return Row(
-            tuple(j.placements[axis] for j in row.inputs),
-            tuple(j.placements[axis] for j in row.outputs),
-        )
+        return _on_axis(self.current[node], axis)
 
     def _find_kinds(self) -> None:
         """Which kinds of partial each value can be by itself, not counting R made partial."""
@@ -246,11 +242,11 @@ class Labels:
         rows = tuple(natural if row is None else (row,) for row in kept)
         ins, outs = [v.aval for v in node.inputs], [v.aval for v in node.outputs]
         joint_of = getattr(find_rule(node.name), "joint_rows", None)
-        if joint_of is not None and self.current is None:
-            found = joint_of(ins, outs, node.params)
-            if found is not None:
-                rows = [JointRow(*row) for row in found]
-                return [row for row in rows if self._is_partial_by_itself(node, row)]
+        found = joint_of(ins, outs, node.params) if joint_of is not None else None
+        if found is not None:  # a rule on whole layouts
+            whole = [JointRow(*row) for row in found]
+            whole = [row for row in whole if self._is_partial_by_itself(node, row)]
+            return [row for row in whole if _agrees(row, kept)] or whole
         key = (rows, tuple(a.shape for a in ins), tuple(a.shape for a in outs))
         if key not in self._rows:
             self._rows[key] = joint_rows(rows, ins, outs, self.sizes)
@@ -286,6 +282,20 @@ class Labels:
         return table(
             tuple(aval.shape), aval.dtype.itemsize, tuple(sorted(kinds)), self.sizes, self.speeds
         )
+
+
+def _agrees(row: JointRow, kept: Sequence[Row | None]) -> bool:
+    """True if it is the kept row on every axis that has one."""
+    return all(
+        axis_row is None or _on_axis(row, axis) == axis_row for axis, axis_row in enumerate(kept)
+    )
+
+
+def _on_axis(row: JointRow, axis: int) -> Row:
+    return Row(
+        tuple(j.placements[axis] for j in row.inputs),
+        tuple(j.placements[axis] for j in row.outputs),
+    )
 
 
 def deeper(where: Joint) -> Joint:

@@ -628,6 +628,15 @@ def test_closed_over_values(mesh24):
 
     close(dt.jit(with_placed)(x), X @ W)
 
+    distributed = dt.distribute_tensor(W, mesh24, "R")
+
+    @dt.dfunction(rule="a i! -> a o!")
+    def with_dtensor(x):
+        return x @ distributed
+
+    with pytest.raises(ValueError, match="pass it as an argument"):
+        with_dtensor(x)
+
     def loss(x, weights):
         @dt.dfunction(rule="a i! -> a o!")
         def closing(x):

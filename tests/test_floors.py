@@ -50,6 +50,7 @@ FLOORS = {
         "dtorchjax/check.py",
         "dtorchjax/dfunction.py",
         "dtorchjax/dfunction_class.py",
+        "dtorchjax/flat_call.py",
         "dtorchjax/dtensor.py",
         "dtorchjax/explain_command.py",
         "dtorchjax/operators.py",
