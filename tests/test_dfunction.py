@@ -227,6 +227,47 @@ def check_without_bias(mesh, placed, arrays, square, sine):
     all_close(dt.jit(jax.value_and_grad(loss, (0, 1)))(*placed), reference)
 
 
+class ScaledLinear(LinearRule):
+    """A rule that sorts the arguments itself; the function is called with arrays, then statics."""
+
+    op_name = "ScaledLinear"
+
+    def preprocess(self, args, kwargs):
+        x, factor, w = args
+        return (x, w), {"factor": factor, **kwargs}
+
+    def infer_layout(self, x, w, factor):
+        assert isinstance(factor, float)
+        return super().infer_layout(x, w)
+
+    def get_expand_impl(self, fun, out_layouts, in_layouts, factor):
+        return None
+
+
+ScaledLinear()
+
+
+@dt.dfunction(op_name="ScaledLinear")
+def scaled_linear(x, w, factor):
+    return factor * (x @ w)
+
+
+scaled_linear.defvjp(
+    lambda x, w, factor: (factor * (x @ w), (x, w, factor)),
+    lambda kept, g: (kept[2] * g @ kept[1].T, kept[2] * kept[0].T @ g),
+)
+
+
+@pytest.mark.parametrize("factor", [2.0, 3.0])
+def test_a_rule_may_sort_the_arguments(mesh24, factor):
+    x, w = dt.distribute_tensor(X, mesh24, "S0,S1"), dt.distribute_tensor(W, mesh24, "R,S0")
+    close(scaled_linear(x, factor, w).reduce_partial(), factor * X @ W)
+    gradients = jax.grad(lambda x, w: (scaled_linear(x, factor, w) ** 2).sum(), (0, 1))
+    expected = jax.grad(lambda x, w: ((factor * x @ w) ** 2).sum(), (0, 1))(X, W)
+    all_close(dt.jit(gradients)(x, w), expected)
+    all_close(gradients(X, W), expected)
+
+
 # ---- errors and arguments ------------------------------------------------------------------------
 
 
