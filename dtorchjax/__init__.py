@@ -4,7 +4,9 @@ Say where arrays live, one placement per mesh axis; `dt.jit` makes one shard_map
 collectives that its plan shows.
 """
 
+from dtorchjax import local_settled as _settled  # noqa: F401 - fills the registry
 from dtorchjax import parallel
+from dtorchjax import primitives as ops
 from dtorchjax import sharding_rules as _rules  # noqa: F401 - fills the registry
 from dtorchjax.annotate import redistribute
 from dtorchjax.api import distribute, explain, jit
@@ -24,20 +26,31 @@ from dtorchjax.collectives import (
     psum,
     psum_scatter,
 )
+from dtorchjax.decompose import (
+    decompose,
+    decomposition,
+    has_decomposition,
+    primitive_set,
+    vjp_kind,
+)
 from dtorchjax.devices import init_device_mesh, simulate_devices
 from dtorchjax.dfunction import dfunction
 from dtorchjax.dfunction_class import DFunction
 from dtorchjax.dtensor import DTensor, distribute_tensor, full, ones, randn, zeros
-from dtorchjax.errors import PlacementError, PlacementMismatchError
+from dtorchjax.errors import OpError, PlacementError, PlacementMismatchError
 from dtorchjax.layout_rule import LayoutRule
 from dtorchjax.notation import PlacementSignature, einsum_signature
+from dtorchjax.op import op
 from dtorchjax.operators import redistribution
 from dtorchjax.placements import Layout, Optional, Partial, Placement, Replicate, Shard
 from dtorchjax.plan import Plan
 from dtorchjax.registry import elementwise, local, refuse, rule
 from dtorchjax.signatures import signature
+from dtorchjax.switches import custom_vjps, decomposing, set_loggers
 
 __version__ = "0.1.0"
+
+set_loggers()
 
 __all__ = [
     "Placement",
@@ -64,6 +77,16 @@ __all__ = [
     "jit",
     "explain",
     "Plan",
+    "ops",
+    "op",
+    "decompose",
+    "decomposition",
+    "decomposing",
+    "has_decomposition",
+    "primitive_set",
+    "vjp_kind",
+    "custom_vjps",
+    "OpError",
     "dfunction",
     "DFunction",
     "LayoutRule",

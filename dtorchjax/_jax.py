@@ -17,6 +17,7 @@ import jax
 import jax.core as jax_core
 import numpy as np
 from jax import numpy as jnp
+from jax._src import core as jax_core_source
 from jax._src import source_info_util, traceback_util
 from jax.extend import core
 from jax.extend import random as extend_random
@@ -82,6 +83,47 @@ def user_context() -> Any:
     return jax.make_user_context(default_value=None)
 
 
+def trace_key() -> tuple[Any, ...]:
+    """What a cached trace depends on besides its arguments' types."""
+    return settings(), in_whole_trace(), jax.sharding.get_abstract_mesh()
+
+
+def struct(aval: Any) -> jax.ShapeDtypeStruct:
+    """An argument of `jax.make_jaxpr` of exactly this type, its Explicit sharding and the mesh axes
+    of a shard_map along which it varies included."""
+    kinds = _kinds_of(aval)
+    sharding = getattr(aval, "sharding", None)
+    if sharding is not None and AxisType.Explicit in sharding.mesh.axis_types:
+        kinds["sharding"] = sharding
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **kinds)
+
+
+def varies(x: Any) -> bool:
+    """True inside a shard_map of the user's, where a value differs along its axes."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return kind is not None and not kind.empty
+
+
+def of_shape(aval: Any, shape: Sequence[Any]) -> Any:
+    """The type with another shape, Explicit sharding lost."""
+    return ShapedArray(tuple(shape), aval.dtype, **_kinds_of(aval, len(shape)))
+
+
+def _kinds_of(aval: Any, rank: int | None = None) -> dict[str, Any]:
+    kinds: dict[str, Any] = {"weak_type": bool(getattr(aval, "weak_type", False))}
+    varies = getattr(aval, "manual_axis_type", None)
+    if varies is not None and not varies.empty:
+        spec = PartitionSpec(*(None,) * (len(aval.shape) if rank is None else rank))
+        kinds["manual_axis_type"] = varies
+        kinds["sharding"] = NamedSharding(aval.sharding.mesh, spec)
+    return kinds
+
+
+def runs_eagerly(x: Any) -> bool:
+    """True for a DTensor, which runs operations by placements."""
+    return hasattr(type(x), "__run_eagerly__")
+
+
 def axis_size(name: str) -> int:
     return int(jax.lax.axis_size(name))
 
@@ -135,6 +177,21 @@ def without_dead_code(closed: Any) -> Any:
         closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True
     )
     return closed.replace(jaxpr=jaxpr)
+
+
+def fresh_variable(like: Any) -> Any:
+    """A variable of the same type."""
+    return jax_core_source.Var(like.aval)
+
+
+def dead_operands(closed: Any, instantiate: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """The program without the operands that it does not read, and which it reads.
+
+    Those to `instantiate` stay in any case.
+    """
+    outs = [True] * len(closed.jaxpr.outvars)
+    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, outs, instantiate=list(instantiate))
+    return closed.replace(jaxpr=jaxpr), list(used)
 
 
 def dead_code_rule(primitive: Any, rule: Callable[..., Any]) -> None:
@@ -456,6 +513,13 @@ def ways_to_call(name: str) -> list[Callable[..., Any]]:
         if hasattr(module, plain):
             found.append(getattr(module, plain))
     return found
+
+
+def primitive_names() -> frozenset[str]:
+    """The names of JAX's public primitives."""
+    return frozenset(
+        p.name for p in vars(core.primitives).values() if isinstance(p, core.Primitive)
+    )
 
 
 def equations(jaxpr: Any) -> Sequence[Any]:

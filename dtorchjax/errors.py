@@ -10,6 +10,10 @@ class PlacementError(ValueError):
     """Something about placements that cannot be: a wrong argument, a missing rule."""
 
 
+class OpError(ValueError):
+    """An operator that is declared wrongly: a name, a VJP rule, results that do not fit."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Remedy:
     """One redistribution that was tried and makes the equation legal.

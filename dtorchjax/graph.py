@@ -14,6 +14,7 @@ from typing import Any
 
 from dtorchjax import _jax
 from dtorchjax.errors import PlacementError
+from dtorchjax.op_primitives import decomposition, is_op_equation
 from dtorchjax.placements import Joint, Layout
 from dtorchjax.registry import RULES, missing_rule
 
@@ -122,6 +123,10 @@ class Graph:
     donated: Sequence[int] = ()
     eager: bool = False
 
+    def has_own_tables(self) -> bool:
+        """True if an operator stands in it by a rule of its own."""
+        return any(n.eqn is not None and is_op_equation(n.eqn) for n in self.nodes)
+
     def values(self) -> Iterator[Value]:
         for node in self.nodes:
             yield from node.outputs
@@ -138,6 +143,7 @@ class _Builder:
         self.top = Scope()
         self.constant_of: dict[int, Value] = {}
         self.place: _jax.Where | None = None  # the user's line, inside a library's function
+        self.strict, self.own_tables = False, True
         self.called: _jax.Where | None = None  # the line of equations that have none of their own
 
     def node(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **kw: Any) -> Node:
@@ -189,12 +195,14 @@ class _Builder:
     def equation(self, eqn: Any, operands: list[Value], scope: Scope) -> list[Value]:
         name = eqn.primitive.name
         inner = _jax.inner_program(eqn)
+        if is_op_equation(eqn) and not (self.own_tables and self.has_own_table(eqn)):
+            inner = _jax.open_jaxpr(decomposition([v.aval for v in eqn.invars], eqn.params))
         if inner is not None:
             if _jax.recomputes(eqn):
                 operands = self.barrier(operands, scope)
             jaxpr, constants = inner
             outer = self.place
-            if outer is None and _jax.is_library_program(jaxpr):
+            if outer is None and (is_op_equation(eqn) or _jax.is_library_program(jaxpr)):
                 # its own lines are of no use, and those of its first caller if jax has cached it
                 self.place = self.where(eqn)
             results = self.run(jaxpr, self.close(constants, jaxpr, scope), operands, scope)
@@ -217,6 +225,8 @@ class _Builder:
             )  # fmt: skip
             scope.steps.append(port)
             return [result]
+        if name == "settled" and not self.strict:
+            return operands
         if name == "optimization_barrier":
             return self.barrier(operands, scope)
         if name == "device_put" and all(d is None for d in eqn.params["devices"]):
@@ -232,6 +242,10 @@ class _Builder:
         )  # fmt: skip
         scope.steps.append(node)
         return results
+
+    def has_own_table(self, eqn: Any) -> bool:
+        """True for an operator with a rule of its own (which does not speak of vmap's dims)."""
+        return eqn.primitive.name in RULES and not eqn.params["batch"]
 
     def barrier(self, operands: list[Value], scope: Scope) -> list[Value]:
         ports = [
@@ -376,17 +390,21 @@ def build(
     annotations: dict[str, Callable[[dict, Sequence[int]], Layout | None]],
     in_labels: Sequence[str],
     called: _jax.Where | None = None,
+    strict: bool = False,
+    own_tables: bool = True,
 ) -> Graph:
     """The graph of a closed jaxpr.
 
     Arguments arrive in `in_layouts` and are redistributed to `wanted` where that differs. Each of
     `results` has a `layout` (None: to be chosen, but only partial if `partial`), `asked` (the user
-    said so) and a `label`. Equations without a line of the user's have the line `called`.
+    said so) and a `label`. Equations without a line of the user's have the line `called`. In
+    `strict` mode a value that is `settled` is reduced by that equation. With `own_tables`,
+    operators that have a rule are one equation each; the others are their decompositions.
 
     Raises PlacementError for a primitive without a rule.
     """
     builder = _Builder(mesh, annotations)
-    builder.called = called
+    builder.called, builder.strict, builder.own_tables = called, strict, own_tables
     jaxpr = closed.jaxpr
     inputs = [
         builder.node("input", [], [Value(v.aval, builder.top)], fixed=where, label=label)

@@ -11,22 +11,13 @@ import jax
 
 from dtorchjax import _jax
 from dtorchjax.collectives import View, viewing
-from dtorchjax.local_calls import Aval
+from dtorchjax.local_calls import Aval, Sent
 from dtorchjax.local_primitives import body_function, local_program
 from dtorchjax.local_tables import Call, Way, view_of, ways_of
 from dtorchjax.placements import Joint, Local, R, joint, local_shape
 
 LOOP_TRIPS = 8
 """How often a while loop in a body is thought to run."""
-
-
-class Sent(NamedTuple):
-    """One collective of a body: `bytes` is what one device sends in one execution."""
-
-    kind: str
-    axes: tuple[int, ...]
-    bytes: float
-    times: int
 
 
 KINDS = {

@@ -35,6 +35,15 @@ from dtorchjax.local_tables import (
     ways,
     ways_of,
 )
+from dtorchjax.masks import (
+    inner_shape,
+    instantiated,
+    is_zero,
+    lead,
+    summed_over_shared,
+    to_front,
+    vmapped,
+)
 from dtorchjax.notation import PlacementSignature
 from dtorchjax.placements import Joint, local_shape
 from dtorchjax.registry import LOCALS, RULES, LocalCall
@@ -74,22 +83,12 @@ def _avals(kind: str, *avals: Any, **params: Any) -> list[Any]:
         found = list(info.results)
     if kind == "forward":  # an opaque value of the size of what is kept
         found.append(Aval((max(1, -(-info.kept_bytes // 4)),), np.dtype("float32")))
-    lead = [
-        next(
-            a.shape[sum(m[i] for m in this.batch[level + 1 :])]
-            for i, a in enumerate(avals)
-            if mask[i]
-        )
-        for level, mask in enumerate(this.batch)
-    ][::-1]
-    return [_jax.ShapedArray((*lead, *a.shape), a.dtype) for a in found]
+    front = lead([a.shape for a in avals], this.batch)
+    return [_jax.ShapedArray((*front, *a.shape), a.dtype) for a in found]
 
 
 def _batched(kind: str, xs: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-    mapped = tuple(d is not None for d in dims)
-    xs = [
-        x if d is None or d == 0 else jnp.moveaxis(x, d, 0) for x, d in zip(xs, dims, strict=True)
-    ]
+    xs, mapped = to_front(xs, dims)
     results = _bind(kind, xs, **{**params, "batch": (*params["batch"], mapped)})
     return results, [0] * len(results)
 
@@ -97,19 +96,15 @@ def _batched(kind: str, xs: Sequence[Any], dims: Sequence[Any], **params: Any) -
 # ---- derivatives ---------------------------------------------------------------------------------
 
 
-def _is_zero(t: Any) -> bool:
-    return type(t) is ad.Zero or getattr(t, "dtype", None) == jax.dtypes.float0
-
-
 def _differentiated(
     kind: str, xs: Sequence[Any], ts: Sequence[Any], *, body: Body, of: tuple[Aval, ...],
     batch: Any, wrt: Any = None,
 ) -> Any:  # fmt: skip
     """Derivatives of "call" and "forward": results are kept for a backward pass, tangents wait."""
-    wrt = tuple(i for i, t in enumerate(ts) if not _is_zero(t))
+    wrt = tuple(i for i, t in enumerate(ts) if not is_zero(t))
     *results, kept = _bind("forward", xs, body=body, of=of, batch=batch, wrt=wrt)
     masks = tuple((*mask, True, *(mask[i] for i in wrt)) for mask in batch)
-    given = [_as_wide(ts[i], xs[i]) for i in wrt]
+    given = [instantiated(ts[i]) for i in wrt]
     found = _bind("tangent", [*xs, kept, *given], body=body, of=of, batch=masks, wrt=wrt)
     tangents: list[Any] = [_jax.zero_tangent(x) for x in results]
     for i, t in zip(body.info(of).inexact, found, strict=True):
@@ -117,10 +112,6 @@ def _differentiated(
     if kind == "call":
         return results, tangents
     return [*results, kept], [*tangents, _jax.zero_tangent(kept)]
-
-
-def _as_wide(t: Any, x: Any) -> Any:
-    return ad.instantiate_zeros(t) if type(t) is ad.Zero else t
 
 
 def _again(kind: str, xs: Sequence[Any], ts: Sequence[Any], **params: Any) -> Any:
@@ -135,7 +126,7 @@ def _again(kind: str, xs: Sequence[Any], ts: Sequence[Any], **params: Any) -> An
     masks = tuple((*mask[:n], *mask[n + 1 :]) for mask in this.batch)
     operands = [*xs[:n], *xs[n + 1 :]]
     tangents = [*ts[:n], *ts[n + 1 :]]
-    level = [tuple(x.shape)[sum(mask[i] for mask in masks) :] for i, x in enumerate(operands)]
+    level = [inner_shape(x.shape, i, masks) for i, x in enumerate(operands)]
     of = tuple(Aval(shape, x.dtype) for shape, x in zip(level, operands, strict=True))
 
     def fun(*xs: Any) -> list[Any]:
@@ -143,7 +134,7 @@ def _again(kind: str, xs: Sequence[Any], ts: Sequence[Any], **params: Any) -> An
 
     wide = [
         np.zeros(x.shape, jax.dtypes.float0) if not jnp.issubdtype(x.dtype, jnp.inexact)
-        else _as_wide(t, x)
+        else instantiated(t)
         for x, t in zip(operands, tangents, strict=True)
     ]  # fmt: skip
     return jax.jvp(fun, tuple(operands), tuple(wide))
@@ -152,11 +143,11 @@ def _again(kind: str, xs: Sequence[Any], ts: Sequence[Any], **params: Any) -> An
 def _transposed(cotangents: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
     """The backward pass."""
     this = as_call("tangent", params)
-    n, levels = len(this.of), len(this.batch)
+    n = len(this.of)
     linear = args[n + 1 :]
     if all(type(c) is ad.Zero for c in cotangents):
         return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in args]
-    given = [ad.instantiate_zeros(c) if type(c) is ad.Zero else c for c in cotangents]
+    given = [instantiated(c) for c in cotangents]
     masks = tuple((*mask[: n + 1], *(True for _ in given)) for mask in this.batch)
     gradients = _bind(
         "backward", [*args[: n + 1], *given], body=this.body, of=this.of, batch=masks, wrt=this.wrt,
@@ -164,10 +155,7 @@ def _transposed(cotangents: Sequence[Any], *args: Any, **params: Any) -> list[An
     )  # fmt: skip
     found: list[Any] = []
     for i, (g, x) in enumerate(zip(gradients, linear, strict=True)):
-        shared = tuple(
-            levels - 1 - level for level, mask in enumerate(this.batch) if not mask[n + 1 + i]
-        )
-        g = g.sum(shared) if shared else g
+        g = summed_over_shared(g, n + 1 + i, this.batch)
         found.append(g if ad.is_undefined_primal(x) else None)
     return [None] * (n + 1) + found
 
@@ -202,12 +190,6 @@ def _check_forward_mode(body: Body) -> None:
 # ---- one device ----------------------------------------------------------------------------------
 
 
-def _vmapped(fun: Callable[..., Any], batch: Sequence[Sequence[bool]]) -> Callable[..., Any]:
-    for mask in batch:
-        fun = jax.vmap(fun, in_axes=tuple(0 if m else None for m in mask), out_axes=0)
-    return fun
-
-
 def local_program(this: Call, fun: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """What one device runs for an equation: flat parts in, flat parts out.
 
@@ -231,7 +213,7 @@ def local_program(this: Call, fun: Callable[..., list[Any]]) -> Callable[..., li
         cotangents = with_missing(xs[n + 1 :], xs[n].results)
         return run_backward(body, fun, this.of, operands, xs[n], cotangents, this.wrt)
 
-    return _vmapped(run, this.batch)
+    return vmapped(run, this.batch)
 
 
 def body_function(

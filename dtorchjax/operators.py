@@ -379,6 +379,10 @@ class Operators:
     __abs__, __invert__ = _unary(operator.abs), _unary(operator.invert)
     _pow, __rpow__ = _operator(operator.pow)
 
+    def __run_eagerly__(self, fun: Callable[..., Any], *args: Any, **static: Any) -> Any:
+        """Operators of `dt.ops` call this; see `run_eagerly`."""
+        return run_eagerly(fun, *args, **static)
+
     def __pow__(self, other: Any) -> DTensor:
         if type(other) is int:  # part of the program, as for a jax.Array: x**2 is x * x
             return run_eagerly(_integer_power, self, exponent=other)

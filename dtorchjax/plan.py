@@ -274,7 +274,8 @@ class Plan:
         return found
 
     def _inside(self, node: Node) -> Iterable[Collective]:
-        """The collectives of a dfunction's body."""
+        """The collectives of an equation's own program."""
+        body = node.params.get("body")
         for sent in communication_inside(node, self.rows[node]):
             yield Collective(
                 kind=sent.kind,
@@ -283,7 +284,7 @@ class Plan:
                 times=int(node.scope.times) * sent.times,
                 primitive=node.title,
                 where=str(node.where or ""),
-                why=f"inside `{node.params['body'].name}`",
+                why=f"inside `{body.name}`" if body else "a reduction that is settled here",
                 seconds=seconds(sent.bytes, sent.axes, self.mesh),
             )
 

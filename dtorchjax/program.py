@@ -18,7 +18,7 @@ from dtorchjax.arguments import layout_of_sharding, to_layout
 from dtorchjax.checking import raise_found
 from dtorchjax.dtensor import DTensor, sharding
 from dtorchjax.errors import PlacementError
-from dtorchjax.graph import build
+from dtorchjax.graph import Graph, build
 from dtorchjax.limit import plan_within
 from dtorchjax.lower import lower, spec, storage_spec
 from dtorchjax.placements import Layout, kinds_of
@@ -233,7 +233,8 @@ def _planned(
     labels: Sequence[str], strict: bool, donated: tuple[int, ...], memory_limit: float | None,
     eager: bool,
 ) -> Plan:  # fmt: skip
-    graph = build(
+    make = functools.partial(
+        build,
         closed,
         mesh,
         [w.joint for w in arrive],
@@ -243,10 +244,18 @@ def _planned(
         asked_placements(mesh),
         labels or [f"args[{i}]" for i in range(len(arrive))],
         _jax.where_called() if eager else None,
+        strict,
     )
-    graph.donated, graph.eager = donated, eager
-    try:
+    graph = make()
+
+    def planned(graph: Graph) -> Plan:
+        graph.donated, graph.eager = donated, eager
         return plan_within(graph, mesh, memory_limit, strict)
+
+    try:
+        if not graph.has_own_tables():
+            return planned(graph)
+        return _cheaper(planned, graph, make(own_tables=False))
     except Infeasible as infeasible:
         if strict:
             raise explain_mismatch(infeasible.labels, mesh) from None
@@ -254,6 +263,22 @@ def _planned(
         raise PlacementError(
             f"no operation of the program leaves the partial result that is asked for: {asked}"
         ) from None
+
+
+def _cheaper(planned: Callable[[Graph], Plan], by_rules: Graph, taken_apart: Graph) -> Plan:
+    """The plan by the operators' own tables, unless that of their decompositions costs less."""
+    try:
+        first = planned(by_rules)
+    except Infeasible as infeasible:
+        try:
+            return planned(taken_apart)
+        except Infeasible:
+            raise infeasible from None
+    try:
+        second = planned(taken_apart)
+    except (Infeasible, PlacementError):
+        return first
+    return second if second.cost < first.cost else first
 
 
 # ---- arguments -----------------------------------------------------------------------------------

@@ -32,6 +32,9 @@ LOCALS: dict[str, LocalProgram] = {}
 REFUSALS: dict[str, str] = {}
 """Primitive name -> why it has no rule."""
 
+OPS: dict[str, Any] = {}
+"""Operator name -> operator. Once, too."""
+
 LocalProgram = Callable[..., Any]
 
 
@@ -84,9 +87,7 @@ class Rule:
             tuple(
                 row
                 for row in rows
-                if all(
-                    _summable(p, a) for p, a in zip(row.inputs + row.outputs, avals, strict=True)
-                )
+                if all(summable(p, a) for p, a in zip(row.inputs + row.outputs, avals, strict=True))
             )
         )
 
@@ -95,7 +96,7 @@ def _letter(operand: int) -> str:
     return chr(ord("a") + operand) if operand < 26 else f"x{operand}_"
 
 
-def _summable(placement: Any, aval: Any) -> bool:
+def summable(placement: Any, aval: Any) -> bool:
     """Truth values have a max and a min but no sum; keys have none of them."""
     if not isinstance(placement, Partial):
         return True
@@ -105,9 +106,10 @@ def _summable(placement: Any, aval: Any) -> bool:
     return not name.startswith("key<")
 
 
-def _caller() -> str:
-    frame = sys._getframe(2)
-    while frame.f_back and frame.f_code.co_filename == __file__:
+def caller(*files: str) -> str:
+    """Where a declaration stands in the user's file; `files` are passed over."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename in (__file__, *files):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
@@ -132,7 +134,7 @@ def rule(names: str, **kinds: Any) -> Callable[[Callable], Callable]:
 
     Keywords are the fields of `Rule`. Raises PlacementError if a name has a rule.
     """
-    place = _caller()
+    place = caller()
 
     def declare(sentence: Callable) -> Callable:
         for name in names.split():
@@ -144,13 +146,29 @@ def rule(names: str, **kinds: Any) -> Callable[[Callable], Callable]:
 
 def elementwise(names: str, **kinds: Any) -> None:
     """Primitives whose results have their operands' dims; an operand may have size 1 or none."""
-    place = _caller()
+    place = caller()
 
     def sentence(*operands: Dims, out: Sequence[Dims], **_: Any) -> str:
         return elementwise_sentence(operands, out)
 
     for name in names.split():
         _declare(name, Rule(name, sentence, place=place, **kinds))
+
+
+def declare_op_rule(
+    name: str, sentence: Callable[..., Any], kinds: dict[str, Any], place: str
+) -> None:
+    """The rule of an operator's primitive, whose parameters hold the static arguments."""
+    takes = inspect.signature(sentence).parameters
+
+    def of_params(*dims: Dims, static: Any, **params: Any) -> Any:
+        return sentence(*dims, **dict(static), **{k: params[k] for k in ("out",) if k in takes})
+
+    def with_out(*dims: Dims, out: Any, **params: Any) -> Any:
+        return of_params(*dims, out=out, **params)
+
+    written = with_out if "out" in takes else of_params
+    _declare(name, Rule(name, written, place=place, **kinds))
 
 
 def elementwise_sentence(operands: Sequence[Dims], out: Sequence[Dims]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,15 +11,19 @@ import jax
 from dtorchjax import _jax
 from dtorchjax.errors import PlacementError
 from dtorchjax.notation import PlacementSignature
-from dtorchjax.registry import find_rule
+from dtorchjax.op import Op
+from dtorchjax.op_tables import program_table
+from dtorchjax.registry import OPS, RULES, find_rule
 
 
 def signature(name: str, *avals: Any, **params: Any) -> PlacementSignature:
-    """The placement table of a primitive for operands of these shapes.
+    """The placement table of a primitive or an operator for operands of these shapes.
 
-    `avals` are arrays or ShapeDtypeStructs; `params` are the primitive's parameters, or those of
-    the `jax.lax` function of the same name. A `dot_general` without `dimension_numbers` is a
-    matrix product. Raises PlacementError if the primitive has no rule.
+    `avals` are arrays or ShapeDtypeStructs (pytrees of them, or None, where an operator takes
+    that); `params` are the primitive's parameters, those of the `jax.lax` function of the same
+    name, or the operator's static arguments. A `dot_general` without `dimension_numbers` is a
+    matrix product. The table of an operator is that of its rule, or follows from its
+    decomposition. Raises PlacementError if the primitive has no rule.
 
     >>> x = jax.ShapeDtypeStruct((8, 512), "float32")
     >>> print(signature("exp", x))
@@ -28,14 +33,24 @@ def signature(name: str, *avals: Any, **params: Any) -> PlacementSignature:
     P(max) -> P(max)
     P(min) -> P(min)
     """
+    if isinstance(OPS.get(name), Op) or (name in OPS and name not in RULES):
+        return _of_op(name, avals, params)
     rule = find_rule(name)
     if name == "dot_general" and not params:
         params = {
             "dimension_numbers": (((avals[0].ndim - 1,), (max(0, avals[1].ndim - 2),)), ((), ()))
         }
     structs = [_jax.whole_aval(x) for x in avals]
+    if name in OPS and len({x.shape for x in structs}) > 1:  # it broadcasts
+        return _of_op(name, avals, params)
     ins, outs, full = _equation(name, structs, params)
     return rule.signature(ins, outs, full)
+
+
+def _of_op(name: str, avals: Sequence[Any], params: dict[str, Any]) -> PlacementSignature:
+    operands = jax.tree.map(_jax.whole_aval, list(avals))
+    closed = jax.make_jaxpr(functools.partial(OPS[name], **params))(*operands)
+    return program_table(_jax.without_dead_code(closed))
 
 
 def _equation(name: str, avals: Sequence[Any], params: dict[str, Any]) -> tuple[Any, Any, Any]:

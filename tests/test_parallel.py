@@ -11,9 +11,9 @@ import pytest
 from jax import numpy as jnp
 
 import dtorchjax as dt
+from dtorchjax import blockwise
 from dtorchjax.hlo import collective_bytes
 from dtorchjax.parallel import (
-    blockwise,
     column_parallel_linear,
     combine,
     dispatch,

@@ -9,11 +9,8 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
-from dtorchjax.collectives import all_to_all, axes_of, axis_index, axis_size, ppermute
-from dtorchjax.dfunction import dfunction
-from dtorchjax.errors import PlacementError
-from dtorchjax.parallel import blockwise
-from dtorchjax.parallel.blockwise import (
+from dtorchjax import blockwise
+from dtorchjax.blockwise import (
     Problem,
     attend,
     begin,
@@ -23,6 +20,9 @@ from dtorchjax.parallel.blockwise import (
     joined_queries,
     zero,
 )
+from dtorchjax.collectives import all_to_all, axes_of, axis_index, axis_size, ppermute
+from dtorchjax.dfunction import dfunction
+from dtorchjax.errors import PlacementError
 
 _RULE = "b s (g r) d!, b s g d!, b s g d! -> b s (g r) d!"
 

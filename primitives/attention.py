@@ -1,0 +1,181 @@
+"""Scaled dot-product attention, without the scores of all pairs where there are many.
+
+Source of the blockwise form: Rabe and Staats 2021; Dao et al. 2022, FlashAttention.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from jax import numpy as jnp
+
+from dtorchjax import blockwise
+from dtorchjax.blockwise import NOTHING, Extra, Problem, chunked_queries, joined_queries, zero
+from dtorchjax.errors import OpError
+from dtorchjax.numerics import sum_to
+from dtorchjax.op import op
+
+MOST_SCORES = 1 << 20
+"""Up to so many pairs of a query and a key, all scores of a head exist at once."""
+
+
+@op(upcast=False, saves=("logsumexp",))
+def scaled_dot_product_attention(
+    q, k, v, mask=None, bias=None, key=None, *, causal=False, scale=None, dropout=0.0, chunk=None
+):
+    """softmax(q k^T scale + bias) v along the sequence.
+
+    q [..., s, h, d], k [..., t, g, d], v [..., t, g, e] with h a multiple of g (h / g heads of q
+    share one of k and v) -> [..., s, h, e]. The mask (bool, True where a query sees a key) and the
+    bias broadcast to [..., h, s, t]. `causal`: query i sees the keys up to i + t - s. `scale` is
+    1 / sqrt(d) unless given. `dropout` is the rate at which weights are zeroed; it needs a `key`. A
+    query that sees no key gives 0. Weights are computed in float32 at least.
+
+    Above 2^20 pairs of a query and a key, scores exist in blocks of `chunk` x `chunk` (512) only,
+    in the backward pass too, so that memory does not grow with s * t; a bias or a symbolic sequence
+    length keeps them whole, and `chunk` asks for blocks at any size.
+    """
+    problem = _problem(q, k, causal, scale, dropout, key)
+    if not _in_blocks(q, k, bias, chunk):
+        return _whole(q, k, v, mask, bias, key, problem)
+    problem = problem._replace(chunk=chunk or blockwise.CHUNK)
+    q4, k4, v4 = (_with_batch(x) for x in (q, k, v))
+    extra = Extra(_wide_mask(mask, q, k4.shape[2]), key)
+    queries = chunked_queries(q4, k4.shape[2], problem.chunk)
+    start = blockwise.begin(queries, zero(q4, k4, v4), v4.shape[3])
+    softmax = blockwise.attend(start, queries, (k4, v4), k4.shape[1] - q4.shape[1], problem, extra)
+    out, logsumexp = blockwise.finish(softmax)
+    out = joined_queries(out, q4.shape[1]).astype(q.dtype)
+    return out.reshape(*q.shape[:-1], v.shape[-1]), logsumexp
+
+
+@scaled_dot_product_attention.vjp
+def _(q, k, v, mask, bias, key, out, logsumexp, g, *, causal, scale, dropout, chunk):
+    problem = _problem(q, k, causal, scale, dropout, key)
+    if not _in_blocks(q, k, bias, chunk):
+        return _whole_gradients(q, k, v, mask, bias, key, out, logsumexp, g, problem)
+    problem = problem._replace(chunk=chunk or blockwise.CHUNK)
+    q4, k4, v4, out4, g4 = (_with_batch(x) for x in (q, k, v, out, g))
+    heads = k4.shape[2]
+    extra = Extra(_wide_mask(mask, q, heads), key)
+    queries, slopes, means = (chunked_queries(x, heads, problem.chunk) for x in (q4, g4, out4))
+    mean = (slopes.astype(logsumexp.dtype) * means).sum(-1)
+    dq, (dk, dv) = blockwise.gradients(
+        queries, (k4, v4), slopes, logsumexp, mean, k4.shape[1] - q4.shape[1], zero(q4, k4, v4, g4),
+        problem, extra,
+    )  # fmt: skip
+    dq = joined_queries(dq, q4.shape[1])
+    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape), None, None, None
+
+
+def _problem(q, k, causal, scale, dropout, key):
+    if q.ndim < 3 or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2]:
+        raise OpError(
+            f"attention needs q [..., s, h, d] and k [..., t, g, d] with h a multiple of g, not "
+            f"{q.shape} and {k.shape}"
+        )
+    if dropout and key is None:
+        raise OpError("attention with dropout needs a key")
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return Problem(causal, scale, blockwise.CHUNK, dropout)
+
+
+def _in_blocks(q, k, bias, chunk):
+    s, t = q.shape[-3], k.shape[-3]
+    if bias is not None or not (isinstance(s, int) and isinstance(t, int)):
+        return False
+    return chunk is not None or s * t > MOST_SCORES
+
+
+def _with_batch(x):
+    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+
+
+def _wide_mask(mask, q, groups):
+    """A mask as [b, g, r, s, t], dims of size 1 where it broadcasts."""
+    if mask is None:
+        return None
+    mask = mask.reshape((1,) * (q.ndim - mask.ndim) + mask.shape)
+    lead = mask.shape[: q.ndim - 3]
+    if any(n != 1 for n in lead):
+        mask = jnp.broadcast_to(mask, (*q.shape[: q.ndim - 3], *mask.shape[-3:]))
+    return _split_heads(_with_batch(mask), groups)
+
+
+def _split_heads(x, groups):
+    """[..., h, s, t] -> [..., g, r, s, t]; a dim of size 1 gives two."""
+    heads = x.shape[-3]
+    split = (1, 1) if heads == 1 else (groups, heads // groups)
+    return x.reshape(*x.shape[:-3], *split, *x.shape[-2:])
+
+
+def _grouped(x, groups):
+    """[..., s, h, d] -> [..., s, g, r, d]."""
+    return x.reshape(*x.shape[:-2], groups, x.shape[-2] // groups, x.shape[-1])
+
+
+def _einsum(sentence, x, y):
+    return jnp.einsum(
+        sentence, x, y, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)
+    )
+
+
+def _weights(q, k, mask, bias, problem):
+    """Scores [..., g, r, s, t], and which count (None: all)."""
+    groups = k.shape[-2]
+    scores = _einsum("...sgrd,...tgd->...grst", _grouped(q, groups), k) * problem.scale
+    if bias is not None:
+        scores += _split_heads(_full_rank(bias, q.ndim), groups)
+    seen = None
+    if mask is not None:
+        seen = _split_heads(_full_rank(mask, q.ndim), groups)
+    if problem.causal:
+        s, t = q.shape[-3], k.shape[-3]
+        past = jnp.arange(t)[None, :] <= jnp.arange(s)[:, None] + (t - s)
+        seen = past if seen is None else seen & past
+    return scores if seen is None else jnp.where(seen, scores, NOTHING), seen
+
+
+def _full_rank(x, rank):
+    return x.reshape((1,) * (rank - x.ndim) + x.shape)
+
+
+def _dropped(x, key, problem):
+    if not problem.dropout:
+        return x
+    kept = jax.random.bernoulli(key, 1 - problem.dropout, x.shape)
+    return jnp.where(kept, x / (1 - problem.dropout), 0)
+
+
+def _whole(q, k, v, mask, bias, key, problem):
+    scores, seen = _weights(q, k, mask, bias, problem)
+    greatest = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=NOTHING))
+    p = jnp.exp(scores - greatest)
+    p = p if seen is None else jnp.where(seen, p, 0)
+    total = p.sum(-1, keepdims=True)
+    total = jnp.where(total == 0, 1, total)
+    p = _dropped(p / total, key, problem)
+    out = _einsum("...grst,...tge->...sgre", p.astype(v.dtype), v)
+    logsumexp = (greatest + jnp.log(total)).squeeze(-1)
+    return out.reshape(*q.shape[:-1], v.shape[-1]).astype(q.dtype), logsumexp
+
+
+def _whole_gradients(q, k, v, mask, bias, key, out, logsumexp, g, problem):
+    groups = k.shape[-2]
+    scores, seen = _weights(q, k, mask, bias, problem)
+    p = jnp.exp(scores - logsumexp[..., None])
+    p = p if seen is None else jnp.where(seen, p, 0)
+    slope, mean = (_grouped(x, groups) for x in (g, out))
+    mean = jnp.moveaxis((slope.astype(p.dtype) * mean).sum(-1), -3, -1)[..., None]
+    dp = _dropped(_einsum("...sgre,...tge->...grst", slope, v), key, problem)
+    dscores = p * (dp - mean)
+    dbias = None
+    if bias is not None:
+        heads = dscores.reshape(*dscores.shape[:-4], q.shape[-2], *dscores.shape[-2:])
+        dbias = sum_to(heads, bias.shape)
+    ds = (dscores * problem.scale).astype(q.dtype)
+    dq = _einsum("...grst,...tgd->...sgrd", ds, k)
+    dk = _einsum("...grst,...sgrd->...tgd", ds, _grouped(q, groups))
+    dv = _einsum("...grst,...sgre->...tge", _dropped(p, key, problem).astype(g.dtype), slope)
+    return dq.reshape(q.shape), dk, dv, None, dbias, None
