@@ -6,7 +6,7 @@ ARGS ?=
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: help install train test lint format notebooks clean
+.PHONY: help install train test lint format notebooks operators clean
 
 help:
 	@echo "make train [ARGS=\"--steps 100 --placements fsdp\"]   train the demo"
@@ -41,6 +41,9 @@ test: lint
 
 notebooks: $(STAMP)
 	$(PY) tests/test_notebooks.py
+
+operators: $(STAMP)
+	$(PY) tests/operators_page.py
 
 format: $(STAMP)
 	$(PY) -m ruff check --fix .

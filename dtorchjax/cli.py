@@ -1,4 +1,4 @@
-"""The command line: `dtorchjax train`, `dtorchjax explain` and `dtorchjax doctor`.
+"""The command line: `dtorchjax train`, `explain`, `decompose` and `doctor`.
 
 Nothing here imports JAX before the arguments are read, since how many devices it has is settled
 when it starts.
@@ -152,6 +152,17 @@ def parser() -> argparse.ArgumentParser:
     e.add_argument("--memory-limit", type=_positive(float), help="bytes on one device")
     e.add_argument("--json", action="store_true", help="print JSON")
 
+    o = commands.add_parser(
+        "decompose",
+        help="print what an operator is made of",
+        description="Print an operator's decomposition, VJP rule and placement table.",
+    )
+    o.add_argument("name", help="such as softmax; `list` prints all names")
+    o.add_argument("--shapes", nargs="*", default=[], help="one per operand (default: f32[8,16])")
+    o.add_argument(
+        "--static", nargs="*", default=[], help="static arguments, such as axis=0 reduction=sum"
+    )
+
     d = commands.add_parser("doctor", help="print versions and devices, and what is wrong")
     d.add_argument("--devices", type=count, help="how many there should be")
     return p
@@ -198,12 +209,23 @@ def explain(args: argparse.Namespace) -> int:
     return 0
 
 
+def decompose(args: argparse.Namespace) -> int:
+    from .decompose_command import decompose_operator, list_operators
+
+    print(
+        list_operators()
+        if args.name == "list"
+        else decompose_operator(args.name, args.shapes, args.static)
+    )
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         if args.command == "doctor":
             return doctor(args.devices)
-        return explain(args) if args.command == "explain" else train(args)
+        return {"explain": explain, "decompose": decompose, "train": train}[args.command](args)
     except UsageError as error:
         print(f"dtorchjax: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from dtorchjax.chips import Speeds
-from dtorchjax.placements import Joint, Shard
+from dtorchjax.placements import Joint, Shard, elements
 
 IMPOSSIBLE = 1e15
 LOCAL_COPY = 1e-3
@@ -20,18 +20,18 @@ OUTPUT_BYTE = 0.002
 
 
 def nbytes(aval: Any) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize
+    return elements(aval.shape) * aval.dtype.itemsize
 
 
 def flops(name: str, in_avals: Any, out_avals: Any, params: dict[str, Any]) -> int:
     """Multiplies and adds of the whole equation; only contractions and convolutions count."""
-    result = 2 * math.prod(out_avals[0].shape) if out_avals else 0
+    result = 2 * elements(out_avals[0].shape) if out_avals else 0
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        return result * math.prod(in_avals[0].shape[d] for d in contracted)
+        return result * elements([in_avals[0].shape[d] for d in contracted])
     if name == "conv_general_dilated":
         _, channels, *window = params["dimension_numbers"].rhs_spec
-        return result * math.prod(in_avals[1].shape[d] for d in (channels, *window))
+        return result * elements([in_avals[1].shape[d] for d in (channels, *window)])
     return 0
 
 

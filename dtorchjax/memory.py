@@ -6,12 +6,11 @@ never written; this is estimated here equation by equation.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dtorchjax.graph import Barrier, Node, Scope, Value, entered
-from dtorchjax.placements import Joint, local_shape
+from dtorchjax.placements import Joint, elements, local_shape
 
 if TYPE_CHECKING:
     from dtorchjax.plan import Plan
@@ -53,7 +52,7 @@ def peak(plan: Plan) -> Peak:
 
 def _size(plan: Plan, value: Value, where: Joint) -> float:
     shape = local_shape(value.aval.shape, where, plan.sizes)
-    return math.prod(shape) * value.aval.dtype.itemsize
+    return elements(shape) * value.aval.dtype.itemsize
 
 
 def is_fused(value: Value) -> bool:

@@ -231,8 +231,13 @@ class Op(Generic[P, T]):
                 flat += tree.flatten_up_to(gradient)
         return flat
 
+    def value_names(self, tree: Any, results: int) -> list[str]:
+        """The names of the flat operands, of `results` results and of what is saved, for people."""
+        outs = ["out"] if results == 1 else [f"out[{i}]" for i in range(results)]
+        return [*self.flat_names(tree), *outs, *self.saves]
+
     def flat_names(self, tree: Any) -> list[str]:
-        """The names of the flat operands, for messages."""
+        """The names of the flat operands."""
         operands = jax.tree.unflatten(tree, range(tree.num_leaves))
         names = []
         for i, operand in enumerate(operands):

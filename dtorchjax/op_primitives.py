@@ -282,8 +282,7 @@ def _vjp_rule(
     program, used = _jax.dead_operands(closed, [*([False] * (n + m)), *([True] * len(cotangents))])
     saved = tuple(i for i in range(n + m) if used[i])
     if log.isEnabledFor(logging.DEBUG):
-        outs = [f"out[{i}]" for i in range(len(results))] if len(results) > 1 else ["out"]
-        names = [*op.flat_names(tree), *outs, *op.saves]
+        names = op.value_names(tree, len(results))
         read = [f"{names[i]} {_jax.short_type((*types, *everything)[i])}" for i in saved]
         log.debug(
             "%s: its rule reads %s; gradients %s", op.name,

@@ -27,13 +27,18 @@ MOST_ROWS = 1000
 """A table that would be longer is cut off there."""
 
 
-def program_table(closed: Any) -> PlacementSignature:
+def program_table(closed: Any, sizes: Sequence[int] | None = None) -> PlacementSignature:
     """The table of a closed jaxpr, for its operands and results.
+
+    `sizes` are those of mesh axes; by default, all prime factors of the operands' dims. A row may
+    hold for some sizes only, where dims do not divide.
 
     Raises PlacementError for a primitive without a rule.
     """
     shapes = [tuple(v.aval.shape) for v in closed.jaxpr.invars]
-    sizes = sorted({p for shape in shapes for n in shape for p in _prime_factors(n)}) or [2]
+    sizes = (
+        sizes or sorted({p for shape in shapes for n in shape for p in _prime_factors(n)}) or [2]
+    )
     found: dict[Row, None] = {}
     ways = (True, False) if _Search(closed, 2, "sum", True).graph.has_own_tables() else (True,)
     for own_tables, size, kind in itertools.product(ways, sizes, KINDS):

@@ -198,11 +198,27 @@ def joint(placements: Sequence[Placement], order: Sequence[int] | None = None) -
 
 def local_shape(shape: Sequence[int], where: Joint, sizes: Sequence[int]) -> tuple[int, ...]:
     """The shape that one device holds; dims divide evenly (see `divides`)."""
-    local = list(shape)
+    parts = [1] * len(shape)
     for placement, size in zip(where.placements, sizes, strict=True):
         if isinstance(placement, Shard):
-            local[placement.dim] //= size
-    return tuple(local)
+            parts[placement.dim] *= size
+    return tuple(n // k if k > 1 else n for n, k in zip(shape, parts, strict=True))
+
+
+SYMBOLIC = 1024
+"""What a symbolic dim counts as where costs are estimated."""
+
+
+def elements(shape: Sequence[Any]) -> int:
+    """The number of elements; a symbolic dim counts as `SYMBOLIC`."""
+    return math.prod(n if isinstance(n, int) else SYMBOLIC for n in shape)
+
+
+def is_multiple(n: Any, parts: int) -> bool:
+    """True if n is known to be a multiple; of a symbolic dim what its constraints say."""
+    if isinstance(n, int):
+        return n % parts == 0
+    return any(n % (parts * k) == 0 for k in (1, 2, 4, 8, 16, 32, 64))
 
 
 def divides(shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int]) -> bool:
@@ -211,7 +227,11 @@ def divides(shape: Sequence[int], placements: Sequence[Placement], sizes: Sequen
     for placement, size in zip(placements, sizes, strict=True):
         if isinstance(placement, Shard):
             parts[placement.dim] = parts.get(placement.dim, 1) * size * placement.blocks
-    return all(d < len(shape) and shape[d] > 0 and shape[d] % n == 0 for d, n in parts.items())
+    return all(
+        d < len(shape) and (not isinstance(shape[d], int) or shape[d] > 0)
+        and is_multiple(shape[d], n)
+        for d, n in parts.items()
+    )  # fmt: skip
 
 
 def kinds_of(placements: Iterable[Placement]) -> set[str]:
@@ -293,8 +313,14 @@ class Layout:
         for dim in range(rank):
             axes = layout.joint.axes_on(dim)
             parts = math.prod(self.sizes[a] for a in axes)
-            if parts > 1 and (shape[dim] % parts or shape[dim] == 0):
+            if parts > 1 and (not is_multiple(shape[dim], parts) or shape[dim] == 0):
                 names = ", ".join(f"{self.mesh.axis_names[a]}={self.sizes[a]}" for a in axes)
+                if not isinstance(shape[dim], int):
+                    raise PlacementError(
+                        f"{what} of shape {tuple(shape)}: dim {dim} is not known to divide into "
+                        f"{parts} parts ({names}): write it as {parts}*{shape[dim]} in "
+                        f"symbolic_shape, or add the constraint 'mod({shape[dim]}, {parts}) == 0'"
+                    )
                 raise PlacementError(
                     f"{what} of shape {tuple(shape)}: dim {dim} of size {shape[dim]} does not "
                     f"divide into {parts} parts ({names}); uneven dims are not supported yet"

@@ -25,7 +25,7 @@ from dtorchjax.errors import size_text
 from dtorchjax.graph import Graph, Loop, Node, Scope, Value
 from dtorchjax.memory import is_short_lived
 from dtorchjax.merge import merged_reductions
-from dtorchjax.placements import Joint, R, Replicate, Shard, joint
+from dtorchjax.placements import Joint, Partial, R, Replicate, Shard, joint
 from dtorchjax.redistribute import Move, Table
 from dtorchjax.registry import find_rule
 from dtorchjax.rows import JointRow, Labels, canonical, signature, whole_row
@@ -133,7 +133,8 @@ def fits_locally(have: Joint, wanted: Joint, zero: bool = False) -> bool:
     if have == wanted or wanted.is_local:
         return True
     for p, q in zip(have.placements, wanted.placements, strict=True):
-        if p != q and not (isinstance(p, Replicate) and (isinstance(q, Shard) or zero)):
+        term = zero and q == Partial()
+        if p != q and not (isinstance(p, Replicate) and (isinstance(q, Shard) or term)):
             return False
     dims = {p.dim for p in have.placements if isinstance(p, Shard)}
     return all(wanted.axes_on(d)[: len(on)] == on for d in dims for on in [have.axes_on(d)])

@@ -31,6 +31,7 @@ from dtorchjax.placements import (
     Replicate,
     Shard,
     divides,
+    elements,
     joint,
     kinds_of,
 )
@@ -242,7 +243,7 @@ def table(
     """
     speeds = speeds or simulated(len(sizes))
     plain = _moves(len(shape), tuple(states(shape, kinds, sizes)), sizes, speeds.slowness)
-    nbytes = math.prod(shape) * itemsize
+    nbytes = elements(shape) * itemsize
     copied = LOCAL_COPY * nbytes * np.minimum(plain.part[:, None], plain.part[None, :])
     direct = np.isfinite(plain.sent)
     sent = np.where(direct, plain.sent, 0.0) * nbytes
@@ -274,7 +275,7 @@ def local_table(legal: tuple[Joint, ...], aval: Any) -> Table:
         for j in range(n)
         if local[j] and not local[i]
     }
-    nbytes = math.prod(aval.shape) * aval.dtype.itemsize
+    nbytes = elements(aval.shape) * aval.dtype.itemsize
     index = {s: i for i, s in enumerate(legal)}
     following = np.tile(np.arange(n), (n, 1))
     return Table(list(legal), index, cost, following, moves, nbytes, np.ones(n))

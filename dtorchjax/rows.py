@@ -102,7 +102,10 @@ def whole_row(rows: Iterable[Row], n_in: int, n_out: int) -> Row:
 
 
 def _fits(placement: Any, aval: Any) -> bool:
-    return not isinstance(placement, Shard) or aval.shape[placement.dim] > 1
+    if not isinstance(placement, Shard):
+        return True
+    n = aval.shape[placement.dim]
+    return not isinstance(n, int) or n > 1
 
 
 def _axis_orders(combination: Sequence[Row]) -> Iterable[tuple[int, ...]]:

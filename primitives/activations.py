@@ -351,8 +351,10 @@ def reglu(x, y=None):
 
 def _halves(x, axis):
     axis = one_axis(x, axis)
-    if x.shape[axis] % 2:
-        raise ValueError(f"axis {axis} has an odd size, {x.shape[axis]}: it has no halves")
+    if x.shape[axis] % 2 != 0:
+        raise ValueError(
+            f"axis {axis} has size {x.shape[axis]}, which is not known to be even: it has no halves"
+        )
     return jnp.split(x, 2, axis)
 
 

@@ -33,8 +33,8 @@ def scaled_dot_product_attention(
     query that sees no key gives 0. Weights are computed in float32 at least.
 
     Above 2^20 pairs of a query and a key, scores exist in blocks of `chunk` x `chunk` (512) only,
-    in the backward pass too, so that memory does not grow with s * t; a bias or a symbolic sequence
-    length keeps them whole, and `chunk` asks for blocks at any size.
+    in the backward pass too, so that memory does not grow with s * t; a bias, a symbolic length or
+    a symbolic size of heads keeps them whole, and `chunk` asks for blocks at any size.
     """
     problem = _problem(q, k, causal, scale, dropout, key)
     if not _in_blocks(q, k, bias, chunk):
@@ -77,13 +77,15 @@ def _problem(q, k, causal, scale, dropout, key):
         )
     if dropout and key is None:
         raise OpError("attention with dropout needs a key")
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if scale is None:
+        size = q.shape[-1]
+        scale = 1 / math.sqrt(size) if isinstance(size, int) else jnp.asarray(size) ** -0.5
     return Problem(causal, scale, blockwise.CHUNK, dropout)
 
 
 def _in_blocks(q, k, bias, chunk):
-    s, t = q.shape[-3], k.shape[-3]
-    if bias is not None or not (isinstance(s, int) and isinstance(t, int)):
+    s, t, d = q.shape[-3], k.shape[-3], q.shape[-1]
+    if bias is not None or not all(isinstance(n, int) for n in (s, t, d)):
         return False
     return chunk is not None or s * t > MOST_SCORES
 

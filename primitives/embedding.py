@@ -72,7 +72,7 @@ def rotary_embedding(x, positions, *, base=10000.0, interleaved=False):
     `interleaved`. Angles are computed in float32 at least.
     """
     size = x.shape[-1]
-    if size % 2:
+    if size % 2 != 0:
         raise ValueError(f"rotary_embedding needs an even number of features, not {size}")
     wide = jnp.promote_types(x.dtype, jnp.float32)
     frequency = base ** (-jnp.arange(size // 2, dtype=wide) * 2 / size)

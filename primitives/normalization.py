@@ -87,8 +87,8 @@ def _grouped(x, groups, axis):
     axis = one_axis(x, axis)
     if x.ndim < 2:
         raise OpError(f"group_norm needs a batch dim and a channel dim, x has {x.ndim} dims")
-    if x.shape[axis] % groups:
-        raise OpError(f"{x.shape[axis]} channels do not divide into {groups} groups")
+    if x.shape[axis] % groups != 0:
+        raise OpError(f"{x.shape[axis]} channels are not known to divide into {groups} groups")
     shape = (*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
     axes = tuple(d for d in range(1, x.ndim + 1) if d != axis)
     return x.reshape(shape), axes

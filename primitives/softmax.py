@@ -10,7 +10,7 @@ from dtorchjax.op import op
 
 def _exponentials(x, mask, axes):
     """exp(x - max) and its sum; an element that is not counted gives 0."""
-    shift = jnp.where(jnp.isinf(x), x, x - finite_max(x, axes, mask))
+    shift = x - finite_max(x, axes, mask)
     if mask is not None:
         shift = jnp.where(mask, shift, -jnp.inf)
     weights = jnp.exp(shift)

@@ -123,6 +123,20 @@ def prod(x, *, axis=None, keepdims=False):
     return settled(jnp.prod(x, axes_of(x, axis), keepdims=keepdims))
 
 
+@prod.vjp
+def _(x, g, *, axis, keepdims):
+    # the product of all others: of those before times that of those after
+    axes = axes_of(x, axis)
+    kept = tuple(d for d in range(x.ndim) if d not in axes)
+    rows = x.transpose(*kept, *axes).reshape(*(x.shape[d] for d in kept), -1)
+    ones = jnp.ones((*rows.shape[:-1], 1), x.dtype)
+    before = jnp.cumprod(jnp.concatenate([ones, rows], -1), -1)[..., :-1]
+    after = jnp.cumprod(jnp.concatenate([ones, jnp.flip(rows, -1)], -1), -1)[..., :-1]
+    others = (before * jnp.flip(after, -1)).reshape([x.shape[d] for d in (*kept, *axes)])
+    back = [(*kept, *axes).index(d) for d in range(x.ndim)]
+    return expanded(g, axes, keepdims) * others.transpose(back)
+
+
 @op
 def median(x, *, axis=None, keepdims=False):
     """The middle element along `axis`, the mean of the two middle ones of an even number."""

@@ -53,6 +53,12 @@ def _(*, out, **_):
     return f"-> {out[0]}"
 
 
+@rule("dim_as_value")
+def _(**_):
+    """-> - : the number that a symbolic dim of jax.export stands for, the global one"""
+    return "-> -"
+
+
 @local("iota")
 def _(call):
     dim, shape = call.params["dimension"], call.out_shape()

@@ -65,6 +65,7 @@ FLOORS = {
         "dtorchjax/flat_call.py",
         "dtorchjax/dtensor.py",
         "dtorchjax/explain_command.py",
+        "dtorchjax/decompose_command.py",
         "dtorchjax/operators.py",
         "dtorchjax/signatures.py",
         "dtorchjax/parallel/*.py",

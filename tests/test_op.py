@@ -1,6 +1,7 @@
 """Declaring operators: rules, what is saved, transformations, kernels, switches, decompose."""
 
 import logging
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -459,3 +460,41 @@ def test_census_counts_inner_programs():
 def test_ops_are_ops():
     assert all(isinstance(OPS[n], Op) == dt.has_decomposition(n) for n in OPS)
     assert repr(dt.ops.softmax) == "<op softmax>" and repr(dt.ops.add) == "<op add, JAX's own>"
+
+
+# ---- the command line and the page ---------------------------------------------------------------
+
+
+def test_decompose_command(capsys):
+    from dtorchjax.cli import main
+
+    assert main(["decompose", "softmax", "--shapes", "bf16[8,4,6]", "--static", "axis=1"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "softmax: exp(x)",
+        "f32[8,6] = reduce_max",
+        "VJP: custom",
+        "saves out",
+        "S2 -> S2",
+    ):
+        assert part in text, part
+    assert main(["decompose", "lerp", "--shapes", *["f32[4]"] * 3]) == 0
+    assert "VJP: automatic" in capsys.readouterr().out
+    assert main(["decompose", "list"]) == 0
+    assert "custom: amax amin batch_norm" in capsys.readouterr().out
+    for wrong, says in (
+        (["sofmax"], "there is no op 'sofmax'"),
+        (["linear"], "needs the operand `weight`"),
+        (["softmax", "--shapes", "f32"], "write an array as f32[8,128]"),
+        (["softmax", "--static", "axis"], "write name=value"),
+        (["softmax", "--static", "axis=7"], "axis 7 is out of bounds"),
+    ):
+        assert main(["decompose", *wrong]) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_the_page_has_every_operator():
+    """After a change: `make operators`."""
+    page = (Path(dt.__file__).parent.parent / "primitives" / "README.md").read_text("utf-8")
+    sections = {line[3:] for line in page.splitlines() if line.startswith("## ")}
+    assert sections == {n for n, o in OPS.items() if isinstance(o, Op) and n in dt.ops.__all__}

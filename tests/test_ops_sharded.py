@@ -75,7 +75,7 @@ def test_strict_mode_follows_the_table(name, mesh2):
     if main_operand(call) is None:
         pytest.skip("no operand with dims")
     with jax.enable_x64(False):
-        table = program_table(jax.make_jaxpr(call)(*call.xs))
+        table = program_table(jax.make_jaxpr(call)(*call.xs), [2])
     rows = {r.inputs: r.outputs for r in table.rows}
     for inputs, outputs in itertools.islice(rows.items(), 24):
         if all(x.shape[p.dim] % 2 == 0 for x, p in zip(call.xs, inputs) if isinstance(p, dt.Shard)):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dtorchjax import primitives as ops
 from dtorchjax.parallel import vocab_parallel_cross_entropy
 
 VOCABULARY = 256  # bytes
@@ -26,26 +27,22 @@ def _kernel(scale: float = 1.0):
     return nnx.initializers.variance_scaling(scale, "fan_in", "truncated_normal")
 
 
-def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions: the two halves of each head [batch, seq, ..., head] turn by position."""
-    seq, half = x.shape[1], x.shape[-1] // 2
-    speed = 10_000.0 ** (-jnp.arange(half, dtype=x.dtype) / half)
-    angle = jnp.arange(seq, dtype=x.dtype)[:, None] * speed
-    angle = angle.reshape(seq, *[1] * (x.ndim - 3), half)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Causal attention of q, k and v [batch, seq, heads, head]."""
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
-    past = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    weights = jax.nn.softmax(jnp.where(past, scores, -1e30), axis=-1)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+    return ops.scaled_dot_product_attention(q, k, v, causal=True)
+
+
+class Norm(nnx.Module):
+    """Root mean square normalisation of the last dim."""
+
+    def __init__(self, width: int):
+        self.scale = nnx.Param(jnp.ones(width))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return ops.rms_norm(x, self.scale[...])
 
 
 class Attention(nnx.Module):
@@ -69,8 +66,9 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         qkv = self.qkv(x)
-        qk = rotate(qkv[:, :, :2])
-        q, k, v = qk[:, :, 0], qk[:, :, 1], qkv[:, :, 2]
+        q, k, v = (qkv[:, :, i] for i in range(3))
+        positions = jnp.arange(x.shape[1])
+        q, k = (ops.rotary_embedding(y, positions) for y in (q, k))
         return self.out(self.attend(q, k, v))
 
 
@@ -83,14 +81,14 @@ class MLP(nnx.Module):
         self.down = linear(c.hidden, c.width, 0.5 / c.layers)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(nnx.silu(self.gate(x)) * self.up(x))
+        return self.down(ops.swiglu(self.gate(x), self.up(x)))
 
 
 class Block(nnx.Module):
     def __init__(self, c: Config, rngs: nnx.Rngs, attend: Attend):
-        self.attention_norm, self.mlp_norm = (nnx.RMSNorm(c.width, rngs=rngs) for _ in range(2))
+        self.attention_norm, self.mlp_norm = Norm(c.width), Norm(c.width)
         self.attention, self.mlp = Attention(c, rngs, attend), MLP(c, rngs)
-        self.dropout = nnx.Dropout(c.dropout)
+        self.dropout = c.dropout
 
     def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
         keys = (None, None) if key is None else jax.random.split(key)
@@ -98,7 +96,7 @@ class Block(nnx.Module):
         return x + self._drop(self.mlp(self.mlp_norm(x)), keys[1])
 
     def _drop(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
-        return self.dropout(x, deterministic=key is None, rngs=key)
+        return ops.dropout(x, key, rate=self.dropout, deterministic=key is None)
 
 
 class GPT(nnx.Module):
@@ -107,7 +105,7 @@ class GPT(nnx.Module):
             VOCABULARY, c.width, embedding_init=nnx.initializers.normal(1.0), rngs=rngs
         )
         self.layers = nnx.List([Block(c, rngs, attend) for _ in range(c.layers)])
-        self.norm = nnx.RMSNorm(c.width, rngs=rngs)
+        self.norm = Norm(c.width)
         # Small, so that training starts from near-uniform guesses: ln 256 = 5.55 nats per byte.
         self.head = nnx.Linear(
             c.width, VOCABULARY, use_bias=False, kernel_init=_kernel(0.02), rngs=rngs
