@@ -1,6 +1,7 @@
 """Operators and their VJPs under `jax.export` with symbolic dims, each size in turn."""
 
 import jax
+import numpy as np
 import pytest
 from jax import numpy as jnp
 from test_ops import BY_OP, Call, close, finite, today
@@ -108,7 +109,5 @@ def test_a_symbolic_batch_must_be_known_to_divide(mesh24):
     (batch,) = jax.export.symbolic_shape("n")
     step = dt.jit(loss, mesh=mesh24, in_placements=("R,S1", "S0,R"))
     x = jax.ShapeDtypeStruct((batch, 16), jnp.float32)
-    with pytest.raises(
-        dt.PlacementError, match=r"2\*n in symbolic_shape, or .* 'mod\(n, 2\) == 0'"
-    ):
+    with pytest.raises(dt.PlacementError, match=r"2\*n in symbolic_shape, .*mod\(n, 2\) == 0"):
         step.explain(jnp.ones((16, 32)), x)
