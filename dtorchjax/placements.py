@@ -215,10 +215,12 @@ def elements(shape: Sequence[Any]) -> int:
 
 
 def is_multiple(n: Any, parts: int) -> bool:
-    """True if n is known to be a multiple; of a symbolic dim what its constraints say."""
-    if isinstance(n, int):
-        return n % parts == 0
-    return any(n % (parts * k) == 0 for k in (1, 2, 4, 8, 16, 32, 64))
+    """True if n is known to be a multiple; a symbolic dim says so by a factor, as in 8*n.
+
+    A constraint such as mod(n, 8) == 0 does not do: sizes of parts would be quotients that JAX
+    cannot compare.
+    """
+    return bool(n % parts == 0) and (isinstance(n, int) or "floordiv" not in str(n // parts))
 
 
 def divides(shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int]) -> bool:
@@ -318,8 +320,8 @@ class Layout:
                 if not isinstance(shape[dim], int):
                     raise PlacementError(
                         f"{what} of shape {tuple(shape)}: dim {dim} is not known to divide into "
-                        f"{parts} parts ({names}): write it as {parts}*{shape[dim]} in "
-                        f"symbolic_shape, or add the constraint 'mod({shape[dim]}, {parts}) == 0'"
+                        f"{parts} parts ({names}): write it as a multiple in symbolic_shape, "
+                        f"'{parts}*{shape[dim]}' (of all mesh axes that may share it)"
                     )
                 raise PlacementError(
                     f"{what} of shape {tuple(shape)}: dim {dim} of size {shape[dim]} does not "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import jax
+from jax import lax
 from jax import numpy as jnp
 
 from dtorchjax import blockwise
@@ -102,18 +103,34 @@ def _wide_mask(mask, q, groups):
     lead = mask.shape[: q.ndim - 3]
     if any(n != 1 for n in lead):
         mask = jnp.broadcast_to(mask, (*q.shape[: q.ndim - 3], *mask.shape[-3:]))
-    return _split_heads(_with_batch(mask), groups)
+    mask = _with_batch(mask)
+    split = (1, 1) if mask.shape[1] == 1 else (groups, mask.shape[1] // groups)
+    return mask.reshape(mask.shape[0], *split, *mask.shape[2:])
 
 
-def _split_heads(x, groups):
-    """[..., h, s, t] -> [..., g, r, s, t]; a dim of size 1 gives two."""
-    heads = x.shape[-3]
-    split = (1, 1) if heads == 1 else (groups, heads // groups)
+# ---- all scores at once: [..., g, s, t], or [..., g, r, s, t] where r heads of q share one ------
+
+
+def _heads(q, k):
+    """The letters of the heads' dims."""
+    return "g" if q.shape[-2] == k.shape[-2] else "gr"
+
+
+def _split_heads(x, q, k):
+    """[..., h, s, t] (all of q's dims, or fewer) with the heads' dim as in scores."""
+    x = x.reshape((1,) * (q.ndim - x.ndim) + x.shape)
+    if _heads(q, k) == "g":
+        return x
+    groups = k.shape[-2]
+    split = (1, 1) if x.shape[-3] == 1 else (groups, x.shape[-3] // groups)
     return x.reshape(*x.shape[:-3], *split, *x.shape[-2:])
 
 
-def _grouped(x, groups):
-    """[..., s, h, d] -> [..., s, g, r, d]."""
+def _grouped(x, k):
+    """[..., s, h, d] with the heads' dim as in scores."""
+    if x.shape[-2] == k.shape[-2]:
+        return x
+    groups = k.shape[-2]
     return x.reshape(*x.shape[:-2], groups, x.shape[-2] // groups, x.shape[-1])
 
 
@@ -123,24 +140,18 @@ def _einsum(sentence, x, y):
     )
 
 
-def _weights(q, k, mask, bias, problem):
-    """Scores [..., g, r, s, t], and which count (None: all)."""
-    groups = k.shape[-2]
-    scores = _einsum("...sgrd,...tgd->...grst", _grouped(q, groups), k) * problem.scale
+def _scores(q, k, mask, bias, problem):
+    """Scaled scores, -inf where a query does not see a key."""
+    h = _heads(q, k)
+    scores = _einsum(f"...s{h}d,...tgd->...{h}st", _grouped(q, k), k) * problem.scale
     if bias is not None:
-        scores += _split_heads(_full_rank(bias, q.ndim), groups)
-    seen = None
-    if mask is not None:
-        seen = _split_heads(_full_rank(mask, q.ndim), groups)
+        scores += _split_heads(bias, q, k)
+    seen = None if mask is None else _split_heads(mask, q, k)
     if problem.causal:
         s, t = q.shape[-3], k.shape[-3]
         past = jnp.arange(t)[None, :] <= jnp.arange(s)[:, None] + (t - s)
         seen = past if seen is None else seen & past
-    return scores if seen is None else jnp.where(seen, scores, NOTHING), seen
-
-
-def _full_rank(x, rank):
-    return x.reshape((1,) * (rank - x.ndim) + x.shape)
+    return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
 
 
 def _dropped(x, key, problem):
@@ -151,33 +162,34 @@ def _dropped(x, key, problem):
 
 
 def _whole(q, k, v, mask, bias, key, problem):
-    scores, seen = _weights(q, k, mask, bias, problem)
-    greatest = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=NOTHING))
+    h, scores = _heads(q, k), _scores(q, k, mask, bias, problem)
+    # at least a number that leaves 0 of a query that sees no key
+    greatest = jnp.maximum(scores.max(-1, keepdims=True, initial=-jnp.inf), NOTHING)
+    greatest = lax.stop_gradient(greatest)
     p = jnp.exp(scores - greatest)
-    p = p if seen is None else jnp.where(seen, p, 0)
     total = p.sum(-1, keepdims=True)
-    total = jnp.where(total == 0, 1, total)
-    p = _dropped(p / total, key, problem)
-    out = _einsum("...grst,...tge->...sgre", p.astype(v.dtype), v)
+    if mask is not None or problem.causal:
+        total = jnp.where(total == 0, 1, total)
+    p = _dropped(p / total, key, problem).astype(v.dtype)
+    out = _einsum(f"...{h}st,...tge->...s{h}e", p, v)
     logsumexp = (greatest + jnp.log(total)).squeeze(-1)
     return out.reshape(*q.shape[:-1], v.shape[-1]).astype(q.dtype), logsumexp
 
 
 def _whole_gradients(q, k, v, mask, bias, key, out, logsumexp, g, problem):
-    groups = k.shape[-2]
-    scores, seen = _weights(q, k, mask, bias, problem)
-    p = jnp.exp(scores - logsumexp[..., None])
-    p = p if seen is None else jnp.where(seen, p, 0)
-    slope, mean = (_grouped(x, groups) for x in (g, out))
-    mean = jnp.moveaxis((slope.astype(p.dtype) * mean).sum(-1), -3, -1)[..., None]
-    dp = _dropped(_einsum("...sgre,...tge->...grst", slope, v), key, problem)
+    h = _heads(q, k)
+    p = jnp.exp(_scores(q, k, mask, bias, problem) - logsumexp[..., None])
+    slope, queries = _grouped(g, k), _grouped(q, k)
+    mean = (slope.astype(p.dtype) * _grouped(out, k)).sum(-1)
+    mean = jnp.moveaxis(mean, -1 - len(h), -1)[..., None]
+    dp = _dropped(_einsum(f"...s{h}e,...tge->...{h}st", slope, v), key, problem)
     dscores = p * (dp - mean)
     dbias = None
     if bias is not None:
-        heads = dscores.reshape(*dscores.shape[:-4], q.shape[-2], *dscores.shape[-2:])
-        dbias = sum_to(heads, bias.shape)
+        lead = dscores.shape[: dscores.ndim - 2 - len(h)]
+        dbias = sum_to(dscores.reshape(*lead, q.shape[-2], *dscores.shape[-2:]), bias.shape)
     ds = (dscores * problem.scale).astype(q.dtype)
-    dq = _einsum("...grst,...tgd->...sgrd", ds, k)
-    dk = _einsum("...grst,...sgrd->...tgd", ds, _grouped(q, groups))
-    dv = _einsum("...grst,...sgre->...tge", _dropped(p, key, problem).astype(g.dtype), slope)
+    dq = _einsum(f"...{h}st,...tgd->...s{h}d", ds, k)
+    dk = _einsum(f"...{h}st,...s{h}d->...tgd", ds, queries)
+    dv = _einsum(f"...{h}st,...s{h}e->...tge", _dropped(p, key, problem).astype(g.dtype), slope)
     return dq.reshape(q.shape), dk, dv, None, dbias, None

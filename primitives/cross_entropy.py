@@ -34,28 +34,35 @@ def label_cross_entropy(logits, labels, *, axis=-1, label_smoothing=0.0, z_loss=
     """The loss of every label under softmax(logits), not reduced; see `cross_entropy`."""
     axis = one_axis(logits, axis)
     shift, log_total = _partition(logits, axis)
-    near = logits - shift
-    of_label = jnp.where(_is_label(logits, labels, axis), near, 0).sum(axis)
-    loss = log_total.squeeze(axis) - (1 - label_smoothing) * of_label
+    of_label = _of_label(logits, labels, axis) - shift
+    loss = log_total - (1 - label_smoothing) * of_label
     if label_smoothing:
-        loss -= label_smoothing / count_of(logits, (axis,)) * near.sum(axis)
-    return loss + _z_term(shift + log_total, z_loss, axis), shift, log_total
+        mean = (logits - shift).sum(axis, keepdims=True) / count_of(logits, (axis,))
+        loss -= label_smoothing * mean
+    if z_loss:
+        loss += z_loss * jnp.square(shift + log_total)
+    return loss.squeeze(axis), shift, log_total
 
 
-def _z_term(logsumexp, z_loss, axis):
-    return z_loss * jnp.square(logsumexp).squeeze(axis) if z_loss else 0
+def _of_label(x, labels, axis):
+    """The element of each label along `axis`, dims kept; that of a class for a label that is none.
+
+    A lookup, as a sum over all classes where only one counts would read all of x once more.
+    """
+    classes = jnp.clip(labels, 0, x.shape[axis] - 1)
+    return jnp.take_along_axis(x, jnp.expand_dims(classes, axis), axis)
 
 
 @label_cross_entropy.vjp
 def _(logits, labels, shift, log_total, g, *, axis, label_smoothing, z_loss):
     axis = one_axis(logits, axis)
-    target = jnp.where(_is_label(logits, labels, axis), 1 - label_smoothing, 0.0)
-    if label_smoothing:
-        target += label_smoothing / count_of(logits, (axis,))
-    softmax = jnp.exp(logits - shift - log_total)
+    slope = jnp.exp(logits - shift - log_total)
     if z_loss:
-        softmax *= 1 + 2 * z_loss * (shift + log_total)
-    return jnp.expand_dims(g, axis) * (softmax - target), None
+        slope *= 1 + 2 * z_loss * (shift + log_total)
+    if label_smoothing:
+        slope -= label_smoothing / count_of(logits, (axis,))
+    of_label = jnp.where(_is_label(logits, labels, axis), slope - (1 - label_smoothing), slope)
+    return jnp.expand_dims(g, axis) * of_label, None
 
 
 @op(saves=("shift", "log_total"))
@@ -65,7 +72,9 @@ def soft_cross_entropy(logits, target, *, axis=-1, z_loss=0.0):
     shift, log_total = _partition(logits, axis)
     log_p = logits - shift - log_total
     loss = -jnp.where(target == 0, 0, target * log_p).sum(axis)
-    return loss + _z_term(shift + log_total, z_loss, axis), shift, log_total
+    if z_loss:
+        loss += z_loss * jnp.square(shift + log_total).squeeze(axis)
+    return loss, shift, log_total
 
 
 @soft_cross_entropy.vjp
@@ -135,7 +144,7 @@ def _weighted(loss, labels, weights, classes, ignore_index, reduction):
 def nll_loss(log_p, labels, weights=None, *, axis=-1, ignore_index=-100, reduction="mean"):
     """-log_p[label] along `axis`, times the class's weight; see `cross_entropy`."""
     axis = one_axis(log_p, axis)
-    loss = -jnp.where(_is_label(log_p, labels, axis), log_p, 0).sum(axis)
+    loss = -_of_label(log_p, labels, axis).squeeze(axis)
     return _weighted(loss, labels, weights, log_p.shape[axis], ignore_index, reduction)
 
 

@@ -45,9 +45,9 @@ def smooth_l1_loss(x, target, *, beta=1.0, reduction="mean"):
 
 
 def _huber(d, delta):
-    inside = jnp.abs(d) <= delta
-    quadratic = 0.5 * jnp.square(jnp.where(inside, d, 0))
-    return jnp.where(inside, quadratic, delta * (jnp.abs(d) - 0.5 * delta))
+    size = jnp.abs(d)
+    near = jnp.minimum(size, delta)
+    return near * (size - 0.5 * near)
 
 
 @op

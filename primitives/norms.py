@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
+from jax import lax
 from jax import numpy as jnp
 
 from dtorchjax.numerics import as_float, axes_of, expanded, reduced
@@ -18,24 +21,44 @@ def p_norm(x, *, p=2, axis=None, keepdims=False):
     """
     x = as_float(x)
     axes = axes_of(x, axis)
-    out = _norm(jnp.abs(x), p, axes)
+    out = _norm(x, p, axes)
     return out if keepdims else out.squeeze(axes)
 
 
-def _norm(size, p, axes):
+def _norm(x, p, axes):
+    if p == 2:
+        return _two_norm(x, axes)
+    size = jnp.abs(x)
     if p == 0:
         return (size != 0).astype(size.dtype).sum(axes, keepdims=True)
     if p == 1:
         return size.sum(axes, keepdims=True)
-    greatest = jnp.max(size, axes, keepdims=True, initial=0)
     if p == jnp.inf:
-        return greatest
-    least = jnp.min(size, axes, keepdims=True, initial=jnp.inf)
+        return jnp.max(size, axes, keepdims=True, initial=0)
     if p == -jnp.inf:
-        return least
-    scale = greatest if p > 0 else least
-    scale = jnp.where((scale == 0) | ~jnp.isfinite(scale), 1, scale)
-    total = _power(size / scale, p).sum(axes, keepdims=True)
+        return jnp.min(size, axes, keepdims=True, initial=jnp.inf)
+    return _scaled_norm(size, p, axes)
+
+
+def _two_norm(x, axes):
+    total = jnp.square(jnp.abs(x)).sum(axes, keepdims=True)
+    # here squares neither overflow nor vanish; to find the greatest would be to read x twice
+    limits = jnp.finfo(total.dtype)
+    plain = jnp.all((total > 1e4 * limits.tiny / limits.eps) & (total < limits.max))
+    return lax.cond(
+        plain, lambda x: jnp.sqrt(total), lambda x: _scaled_norm(jnp.abs(x), 2, axes), x
+    )
+
+
+def _scaled_norm(size, p, axes):
+    if p > 0:
+        scale = jnp.max(size, axes, keepdims=True, initial=0)
+    else:
+        scale = jnp.min(size, axes, keepdims=True, initial=jnp.inf)
+    # at least the smallest number whose reciprocal is finite; 1 where it is not finite itself
+    tiny = 4 * jnp.finfo(size.dtype).tiny
+    scale = jnp.where(jnp.isfinite(scale), jnp.maximum(scale, tiny), 1)
+    total = _power(size * (1 / scale), p).sum(axes, keepdims=True)
     root = jnp.sqrt(total) if p == 2 else jnp.where(total == 0, 0, _safe(total)) ** (1 / p)
     # a negative p makes the sum infinite where an element is 0, and the norm 0
     return jnp.where(jnp.isinf(total), 0, root * scale) if p < 0 else root * scale
@@ -49,6 +72,15 @@ def _power(x, p):
     if p == 2:
         return x * x
     return jnp.where(x == 0, 0.0 if p > 0 else jnp.inf, _safe(x) ** p)
+
+
+@p_norm.rule
+def _(x, *, axis, keepdims, **_):
+    """Dims that stay may be sharded: a device looks at the range of its own rows alone."""
+    axes = set(axes_of(jax.ShapeDtypeStruct(x.shape, x.dtype), axis))
+    words = [f"{f}!" if d in axes else f for d, f in enumerate(x.factors)]
+    kept = ["1" if d in axes else f for d, f in enumerate(x.factors) if keepdims or d not in axes]
+    return f"{' '.join(words) or '-'} -> {' '.join(kept) or '-'}"
 
 
 @p_norm.vjp
@@ -78,17 +110,22 @@ def squared_l2_norm(x):
 def normalize(x, *, p=2, axis=-1, epsilon=1e-12):
     """x over its p-norm along `axis`, `epsilon` at least."""
     norm = p_norm(x, p=p, axis=axis, keepdims=True)
-    return x / jnp.where(norm < epsilon, epsilon, norm)
+    return x / jnp.maximum(norm, epsilon)
 
 
 @op
 def global_norm(tree):
-    """The 2-norm of all elements of a pytree, in its widest dtype."""
+    """The 2-norm of all elements of a pytree, in its widest dtype; its gradient at 0 is 0."""
     leaves = [x.astype(_wide(x)) for x in jax.tree.leaves(tree)]
     if not leaves:
         return jnp.zeros(())
-    norms = [p_norm(x) for x in leaves]
-    return p_norm(jnp.stack(norms))
+    squares = [jnp.square(jnp.abs(x)).sum() for x in leaves]
+    total = functools.reduce(jnp.add, squares)  # one sum: where leaves are sharded, one reduction
+    return _root(total)
+
+
+def _root(total):
+    return jnp.where(total == 0, 0, jnp.sqrt(_safe(total)))
 
 
 def _wide(x):
@@ -116,7 +153,7 @@ def _clipped(tree, norm, max_norm):
 def cosine_similarity(x, y, *, axis=-1, epsilon=1e-8):
     """sum(x * y) over the product of the 2-norms along `axis`, each `epsilon` at least."""
     norms = [p_norm(v, axis=axis, keepdims=True) for v in (x, y)]
-    x, y = (v / jnp.where(n < epsilon, epsilon, n) for v, n in zip((x, y), norms, strict=True))
+    x, y = (v * (1 / jnp.maximum(n, epsilon)) for v, n in zip((x, y), norms, strict=True))
     return (x * y).sum(axis)
 
 

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+from jax import lax
 from jax import numpy as jnp
 
 from dtorchjax.numerics import as_float, axes_of, count_of, expanded, finite_max
 from dtorchjax.op import op
 
 
-def _exponentials(x, mask, axes):
-    """exp(x - max) and its sum; an element that is not counted gives 0."""
-    shift = x - finite_max(x, axes, mask)
-    if mask is not None:
-        shift = jnp.where(mask, shift, -jnp.inf)
-    weights = jnp.exp(shift)
-    return shift, weights, weights.sum(axes, keepdims=True)
+def _shifted(x, mask, axes):
+    """x less its greatest element that counts; -inf where an element does not count."""
+    if mask is None:  # nothing to guard: a select here would run for every element
+        return x - lax.stop_gradient(jnp.max(x, axes, keepdims=True, initial=-jnp.inf))
+    return jnp.where(mask, x - finite_max(x, axes, mask), -jnp.inf)
+
+
+def _safe_total(weights, mask, axes):
+    total = weights.sum(axes, keepdims=True)
+    return total if mask is None else jnp.where(total == 0, 1, total)
 
 
 @op
 def softmax(x, mask=None, *, axis=-1):
     """exp(x) over its sum along `axis` (one or several dims; None: all).
 
-    Where nothing along `axis` counts (the mask, or all -inf) the result is 0.
+    0 where the mask leaves nothing along `axis`. Without a mask, a row that is all -inf or holds
+    inf gives nan, as in `jax.nn.softmax`.
     """
-    x = as_float(x)
-    _, weights, total = _exponentials(x, mask, axes_of(x, axis))
-    return weights / jnp.where(total == 0, 1, total)
+    axes = axes_of(x, axis)
+    weights = jnp.exp(_shifted(as_float(x), mask, axes))
+    return weights / _safe_total(weights, mask, axes)
 
 
 @softmax.vjp
@@ -37,9 +42,9 @@ def _(x, out, g, *, axis):
 @op
 def log_softmax(x, mask=None, *, axis=-1):
     """log(softmax(x)); -inf where an element does not count."""
-    x = as_float(x)
-    shift, _, total = _exponentials(x, mask, axes_of(x, axis))
-    return shift - jnp.log(jnp.where(total == 0, 1, total))
+    axes = axes_of(x, axis)
+    shifted = _shifted(as_float(x), mask, axes)
+    return shifted - jnp.log(_safe_total(jnp.exp(shifted), mask, axes))
 
 
 @log_softmax.vjp
@@ -82,11 +87,11 @@ def _(x, shift, log_total, g, *, axis, keepdims):
 
 
 def _softmax_of_sum(x, mask, shift, log_total, g, axis, keepdims):
-    """g * softmax(x); the shift and the rest of the logarithm apart, or great ones round it off."""
-    axes = axes_of(x, axis)
-    infinite = jnp.isinf(log_total)
-    weights = jnp.exp(jnp.where(infinite, -jnp.inf, x - shift - log_total))
-    top = infinite & (x == log_total) & (x > 0)  # elements that are inf share the gradient
-    weights = jnp.where(top, 1 / jnp.maximum(top.sum(axes, keepdims=True), 1), weights)
-    weights = jnp.where(jnp.isnan(log_total), log_total, weights)
-    return expanded(g, axes, keepdims) * (weights if mask is None else jnp.where(mask, weights, 0))
+    """g * softmax(x); the shift and the rest of the logarithm apart, or great ones round it off.
+
+    0 where the sum is 0; nan at elements that are inf, as JAX has it.
+    """
+    log_total = jnp.where(log_total == -jnp.inf, jnp.inf, log_total)
+    weights = jnp.exp(x - shift - log_total)
+    weights = weights if mask is None else jnp.where(mask, weights, 0)
+    return expanded(g, axes_of(x, axis), keepdims) * weights
