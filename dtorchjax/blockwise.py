@@ -15,6 +15,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from dtorchjax import _jax
+from dtorchjax.numerics import wide_einsum
 
 CHUNK = 512  # the most queries, and the most keys, whose scores exist at once, unless told
 NOTHING = -1e30  # a score that counts nothing; finite, so that no difference of two is nan
@@ -124,7 +125,7 @@ def attend(
                 p = jnp.where(visible, jnp.exp(scores - greatest[..., None]), 0)
                 shrink = jnp.exp(softmax.greatest - greatest)
                 kept = _dropped(p, i, j, problem, extra)
-                values = _einsum("bgrqk,bkgd->bgrqd", kept.astype(v.dtype), v)
+                values = wide_einsum("bgrqk,bkgd->bgrqd", kept.astype(v.dtype), v)
                 return Softmax(
                     greatest,
                     softmax.total * shrink + p.sum(-1),
@@ -177,13 +178,13 @@ def gradients(
                 visible = _visible(i, j, q, k, length, offset, problem, extra)
                 scores = _scores(q, k, problem) - logsumexp[..., None]
                 p = jnp.exp(jnp.where(visible, scores, NOTHING))
-                dp = _dropped(_einsum("bgrqd,bkgd->bgrqk", g, v), i, j, problem, extra)
+                dp = _dropped(wide_einsum("bgrqd,bkgd->bgrqk", g, v), i, j, problem, extra)
                 ds = (p * (dp - mean[..., None]) * problem.scale).astype(q.dtype)
                 return (
-                    dq + _einsum("bgrqk,bkgd->bgrqd", ds, k),
-                    dk + _einsum("bgrqk,bgrqd->bkgd", ds, q),
+                    dq + wide_einsum("bgrqk,bkgd->bgrqd", ds, k),
+                    dk + wide_einsum("bgrqk,bgrqd->bkgd", ds, q),
                     dv
-                    + _einsum(
+                    + wide_einsum(
                         "bgrqk,bgrqd->bkgd", _dropped(p, i, j, problem, extra).astype(g.dtype), g
                     ),
                 )
@@ -206,12 +207,8 @@ def _zeros(x: Any, zero: Any) -> Any:
     return jnp.full(x.shape, zero, _wide(x))
 
 
-def _einsum(sentence: str, x: Any, y: Any) -> Any:
-    return jnp.einsum(sentence, x, y, preferred_element_type=_wide(x))
-
-
 def _scores(q: Any, k: Any, problem: Problem) -> Any:
-    return _einsum("bgrqd,bkgd->bgrqk", q, k) * problem.scale
+    return wide_einsum("bgrqd,bkgd->bgrqk", q, k) * problem.scale
 
 
 def _numbered(*xs: Any) -> Any:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax import core, lax
 from jax import numpy as jnp
 
@@ -120,3 +121,15 @@ def max_one(size: Any, dtype: Any) -> Any:
 def channel_shape(x: Any, axis: int) -> list[Any]:
     """The shape of a vector along `axis` that broadcasts to `x`."""
     return [x.shape[d] if d == axis % x.ndim else 1 for d in range(x.ndim)]
+
+
+def wide_einsum(sentence: str, x: Any, y: Any) -> Any:
+    """An einsum that adds up, and gives its result, in float32 at least.
+
+    On the CPU half precision is cast before: it gains nothing there, and XLA (jaxlib 0.10) refuses
+    some products of bfloat16 with a float32 result.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    if jax.default_backend() == "cpu":
+        x, y = x.astype(wide), y.astype(wide)
+    return jnp.einsum(sentence, x, y, preferred_element_type=wide)

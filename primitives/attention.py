@@ -14,7 +14,7 @@ from jax import numpy as jnp
 from dtorchjax import blockwise
 from dtorchjax.blockwise import NOTHING, Extra, Problem, chunked_queries, joined_queries, zero
 from dtorchjax.errors import OpError
-from dtorchjax.numerics import sum_to
+from dtorchjax.numerics import sum_to, wide_einsum
 from dtorchjax.op import op
 
 MOST_SCORES = 1 << 20
@@ -134,16 +134,10 @@ def _grouped(x, k):
     return x.reshape(*x.shape[:-2], groups, x.shape[-2] // groups, x.shape[-1])
 
 
-def _einsum(sentence, x, y):
-    return jnp.einsum(
-        sentence, x, y, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)
-    )
-
-
 def _scores(q, k, mask, bias, problem):
     """Scaled scores, -inf where a query does not see a key."""
     h = _heads(q, k)
-    scores = _einsum(f"...s{h}d,...tgd->...{h}st", _grouped(q, k), k) * problem.scale
+    scores = wide_einsum(f"...s{h}d,...tgd->...{h}st", _grouped(q, k), k) * problem.scale
     if bias is not None:
         scores += _split_heads(bias, q, k)
     seen = None if mask is None else _split_heads(mask, q, k)
@@ -171,7 +165,7 @@ def _whole(q, k, v, mask, bias, key, problem):
     if mask is not None or problem.causal:
         total = jnp.where(total == 0, 1, total)
     p = _dropped(p / total, key, problem).astype(v.dtype)
-    out = _einsum(f"...{h}st,...tge->...s{h}e", p, v)
+    out = wide_einsum(f"...{h}st,...tge->...s{h}e", p, v)
     logsumexp = (greatest + jnp.log(total)).squeeze(-1)
     return out.reshape(*q.shape[:-1], v.shape[-1]).astype(q.dtype), logsumexp
 
@@ -182,14 +176,14 @@ def _whole_gradients(q, k, v, mask, bias, key, out, logsumexp, g, problem):
     slope, queries = _grouped(g, k), _grouped(q, k)
     mean = (slope.astype(p.dtype) * _grouped(out, k)).sum(-1)
     mean = jnp.moveaxis(mean, -1 - len(h), -1)[..., None]
-    dp = _dropped(_einsum(f"...s{h}e,...tge->...{h}st", slope, v), key, problem)
+    dp = _dropped(wide_einsum(f"...s{h}e,...tge->...{h}st", slope, v), key, problem)
     dscores = p * (dp - mean)
     dbias = None
     if bias is not None:
         lead = dscores.shape[: dscores.ndim - 2 - len(h)]
         dbias = sum_to(dscores.reshape(*lead, q.shape[-2], *dscores.shape[-2:]), bias.shape)
     ds = (dscores * problem.scale).astype(q.dtype)
-    dq = _einsum(f"...{h}st,...tgd->...s{h}d", ds, k)
-    dk = _einsum(f"...{h}st,...s{h}d->...tgd", ds, queries)
-    dv = _einsum(f"...{h}st,...s{h}e->...tge", _dropped(p, key, problem).astype(g.dtype), slope)
+    dq = wide_einsum(f"...{h}st,...tgd->...s{h}d", ds, k)
+    dk = wide_einsum(f"...{h}st,...s{h}d->...tgd", ds, queries)
+    dv = wide_einsum(f"...{h}st,...s{h}e->...tge", _dropped(p, key, problem).astype(g.dtype), slope)
     return dq.reshape(q.shape), dk, dv, None, dbias, None

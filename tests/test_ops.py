@@ -134,8 +134,8 @@ def reference(s):
     return s.reference(*s.operands)
 
 
-each_sample = pytest.mark.parametrize("s", today(SAMPLES, 6))
-each_op = pytest.mark.parametrize("name", today(sorted(BY_OP), 8))
+each_sample = pytest.mark.parametrize("s", today(SAMPLES, 12))
+each_op = pytest.mark.parametrize("name", today(sorted(BY_OP), 12))
 
 
 def test_every_op_has_a_sample():
@@ -234,7 +234,7 @@ def test_transformations(name):
 SPECIAL = [0.0, -0.0, 1e-30, -1e-30, 1e-3, -1e-3, 20.0, -20.0, 1e3, -1e3, 1e4, -1e4, 3e18, -3e18]
 
 
-@pytest.mark.parametrize("s", today([s for s in SAMPLES if s.elementwise], 3))
+@pytest.mark.parametrize("s", today([s for s in SAMPLES if s.elementwise], 4))
 def test_special_values(s):
     """Finite values as float64 says, gradients finite; a limit at infinities; nan stays nan."""
     fun = functools.partial(OPS[s.op], **s.static)

@@ -31,7 +31,7 @@ def placements(shape):
             yield f"{dp},{tp}"
 
 
-@pytest.mark.parametrize("name", today(sorted(BY_OP), 20))
+@pytest.mark.parametrize("name", today(sorted(BY_OP), 24))
 def test_every_placement_equals_one_device(name, mesh24):
     s = BY_OP[name]
     call = Call(s, "float32")
