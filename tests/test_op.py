@@ -9,9 +9,10 @@ import pytest
 from jax import numpy as jnp
 
 import dtorchjax as dt
-from dtorchjax.decompose import census
+from dtorchjax.decompose import census, decomposed
 from dtorchjax.op import Op
 from dtorchjax.registry import OPS, RULES
+from dtorchjax.switches import Choice
 
 
 def primitives(fun, *args):
@@ -498,3 +499,17 @@ def test_the_page_has_every_operator():
     page = (Path(dt.__file__).parent.parent / "primitives" / "README.md").read_text("utf-8")
     sections = {line[3:] for line in page.splitlines() if line.startswith("## ")}
     assert sections == {n for n, o in OPS.items() if isinstance(o, Op) and n in dt.ops.__all__}
+
+
+def test_results_are_checked_against_the_operators_own(fresh):
+    wide = [False]
+
+    @fresh
+    def fickle(x):
+        return jnp.stack([x, x]) if wide[0] else x
+
+    x = jnp.ones(3)
+    jaxpr = jax.make_jaxpr(fickle)(x)
+    wide[0] = True
+    with pytest.raises(dt.OpError, match=r"`fickle`: result 0 is f32\[3\], .* f32\[2,3\]"):
+        decomposed(jaxpr, Choice())
