@@ -59,6 +59,7 @@ class Node:
     literal: Any = None
     where: _jax.Where | None = None
     label: str = ""
+    inside: str = ""  # the operator of `dt.ops` whose decomposition it is of
 
     @property
     def title(self) -> str:
@@ -144,6 +145,7 @@ class _Builder:
         self.constant_of: dict[int, Value] = {}
         self.place: _jax.Where | None = None  # the user's line, inside a library's function
         self.strict, self.own_tables = False, True
+        self.inside = ""
         self.called: _jax.Where | None = None  # the line of equations that have none of their own
 
     def node(self, kind: str, inputs: Sequence[Value], outputs: Sequence[Value], **kw: Any) -> Node:
@@ -205,8 +207,11 @@ class _Builder:
             if outer is None and (is_op_equation(eqn) or _jax.is_library_program(jaxpr)):
                 # its own lines are of no use, and those of its first caller if jax has cached it
                 self.place = self.where(eqn)
+            outer_op = self.inside
+            if is_op_equation(eqn):
+                self.inside = outer_op or eqn.params["op"].name
             results = self.run(jaxpr, self.close(constants, jaxpr, scope), operands, scope)
-            self.place = outer
+            self.place, self.inside = outer, outer_op
             return results
         if name == "scan":
             return self.scan(eqn, operands, scope)
@@ -239,6 +244,7 @@ class _Builder:
             params["mesh"] = self.mesh
         node = self.node(
             "equation", operands, results, name=name, eqn=eqn, params=params, where=self.where(eqn),
+            inside=self.inside,
         )  # fmt: skip
         scope.steps.append(node)
         return results

@@ -104,8 +104,10 @@ class Op(Generic[P, T]):
     def kernel(self, platform: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Declare a platform's own program ("cpu", "gpu", "tpu") in place of the decomposition.
 
-        It takes the same arguments and must return the same types. The decomposition stays the
-        reference, and what other platforms run; derivatives are those of the VJP rule.
+        It takes the same arguments and must return the same types (and what the op saves). The
+        decomposition stays the reference, and what other platforms run; derivatives are those of
+        the VJP rule, or of the decomposition. In a program under `dt.jit` a kernel runs on one
+        device's parts where the operator has a table of its own (`rule`).
         """
 
         def declare(kernel: Callable[..., Any]) -> Callable[..., Any]:

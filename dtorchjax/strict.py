@@ -130,7 +130,8 @@ class _Report:
         return self.node.title
 
     def _summary(self) -> str:
-        what = f"`{self._what()}`"
+        inside = f" in `{self.node.inside}`" if self.node.inside else ""
+        what = f"`{self._what()}`{inside}"
         if self.axis is None:
             shapes = ", ".join(str(tuple(v.aval.shape)) for v in self.node.inputs)
             return f"{what} of {shapes} cannot be done in parts that fit all mesh axes at once"

@@ -280,3 +280,10 @@ def test_operators_take_dtensors(mesh24):
     gradient = jax.grad(lambda d: dt.ops.sum(dt.ops.silu(d) * 2))(d)
     assert gradient.placements == d.placements
     close(gradient.full_tensor(), jax.grad(lambda x: (jax.nn.silu(x) * 2).sum())(x), 1e-5)
+
+
+def test_an_error_names_the_operator(mesh24):
+    x = dt.distribute_tensor(jnp.ones((8, 16)), mesh24, "S0,S1")
+    with pytest.raises(dt.PlacementMismatchError, match="`sub` in `softmax` cannot combine") as e:
+        dt.ops.softmax(x)
+    assert e.value.primitive == "sub" and e.value.where.startswith("test_ops_sharded.py")
