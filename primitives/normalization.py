@@ -158,10 +158,10 @@ def _(x, scale, bias, centre, offset, inverse, g, *, axis):
 def batch_norm(x, scale, bias, mean, var, *, train=True, axis=-1, momentum=0.9, epsilon=1e-5):
     """Normalises each channel over the batch (Ioffe and Szegedy 2015).
 
-    x [n, ..., c]; scale, bias (or None), running mean and var [c]. The result is (normalised,
-    mean, var): in training the batch is normalised by its own statistics and the new running ones
-    are momentum * old + (1 - momentum) * batch; else the running ones are used and returned.
-    The running statistics carry no gradient in training.
+    x [n, ..., c]; scale, bias (or None), running mean and var [c]. The result is (normalised, mean,
+    var): in training the batch is normalised by its own statistics and the new running ones are
+    momentum * old + (1 - momentum) * batch; else the running ones are used and returned. They carry
+    no gradient in training, and are float32 where they came in half precision.
     """
     axes, shape = _batch_axes(x, axis), channel_shape(x, axis)
     if train:
