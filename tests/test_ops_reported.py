@@ -413,3 +413,75 @@ def test_labels_that_are_no_class():
     labels = jnp.asarray([0, -100, 2])
     gradient = jax.grad(lambda w: ops.cross_entropy(jnp.ones((3, 4)), labels, w))(weights)
     assert np.isfinite(gradient).all()
+
+
+def test_put_along_axis_and_its_gradients():
+    x, values = normal(3, 4), normal(3, 2)
+    index = jnp.asarray([[0, 2], [3, 1], [1, 0]])
+    put = lambda x, v: ops.put_along_axis(x, index, v, axis=1, inplace=False)  # noqa: E731
+    wanted = np.array(x)
+    np.put_along_axis(wanted, np.asarray(index), np.asarray(values), 1)
+    close(put(x, values), wanted)
+    weights = normal(3, 4)
+    gx, gv = jax.grad(lambda x, v: (put(x, v) * weights).sum(), (0, 1))(x, values)
+    kept = np.array(weights)
+    np.put_along_axis(kept, np.asarray(index), 0, 1)
+    close(gx, kept)
+    close(gv, np.take_along_axis(np.asarray(weights), np.asarray(index), 1))
+
+
+def test_13_cotangents_in_another_dtype():
+    """A float32 cotangent meets a half-precision primal: the gradient has the primal's dtype."""
+    for dtype in (jnp.bfloat16, jnp.float16):
+        x = normal(4, 8, dtype=dtype)
+        for fun in (ops.softmax, ops.layer_norm, ops.gelu, ops.p_norm, ops.sum, ops.std, ops.prod):
+            gradient = jax.grad(lambda x, fun=fun: (fun(x).astype("float32") ** 2).sum())(x)
+            assert gradient.dtype == dtype and gradient.shape == x.shape
+
+
+# ---- reported of sharded programs: number, function, operands, placements on dp=2, tp=4 ----------
+
+TABLE, IDS = normal(16, 8), jnp.asarray(RANDOM.integers(0, 16, (8, 4)))
+SHARDED = [
+    (16, lambda x, y: ops.matmul(x.T, y), (normal(8, 4), normal(8, 16)), ("S0,R", "S0,S1")),
+    (16, lambda x, y: ops.matmul(x, y), (normal(2, 8, 4), normal(4, 8)), ("S0,S2", "R,S0")),
+    (16, lambda x, y: ops.matmul(x, y.T), (normal(8), normal(16, 8)), ("R,S0", "S0,S1")),
+    (17, lambda x, y: ops.multiply(x, y), (normal(1, 8), normal(8, 8)), ("R,S1", "S0,S1")),
+    (17, lambda x, y: ops.add(x, y), (normal(8, 1, 4), normal(1, 8, 4)), ("S0,R", "R,S1")),
+    (18, lambda x: ops.reshape(x, (2, 16, 4)), (normal(8, 16),), ("S0,S1",)),
+    (18, lambda x: ops.reshape(x, (1, 8, 16)), (normal(8, 1, 16),), ("S0,S2",)),
+    (19, lambda x: ops.transpose(x, (2, 0, 1)), (normal(2, 8, 4),), ("S0,S2",)),
+    (19, lambda x: x[IDS[:, 0] % 8, IDS[:, 1] % 8], (normal(8, 8),), ("S0,S1",)),
+    (20, lambda x, v: x.at[IDS[:4, 0]].add(v), (normal(16, 8), normal(4, 8)), ("S0,S1", "R,S1")),
+    (20, lambda x, v: x.at[jnp.arange(4)].set(v), (normal(16, 8), normal(4, 8)), ("R,S0", "R,S0")),
+    (21, lambda t: ops.embedding(IDS, t), (TABLE,), ("R,S0",)),
+    (21, lambda t: ops.embedding(IDS, t, padding_idx=3), (TABLE,), ("S0,S1",)),
+    (22, lambda x: ops.cross_entropy(x, IDS[:, 0]), (normal(8, 16),), ("S0,S1",)),
+    (
+        23, lambda q, k: ops.scaled_dot_product_attention(q, k, k, jnp.tri(8, dtype=bool)),
+        (normal(2, 8, 4, 4), normal(2, 8, 4, 4)), ("S0,S2", "S0,S2"),
+    ),
+    (25, lambda x: ops.add(ops.sum(x, axis=0), 1.0), (normal(8, 4),), ("S0,R",)),
+    (26, lambda x, v: x.at[:, 2:6].set(v), (normal(4, 8), normal(4, 4)), ("S0,S1", "R,S1")),
+    (26, lambda x, v: x.at[IDS[0, :2] % 8].add(v), (normal(8, 8), normal(8)), ("S1,R", "R,S0")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHARDED, ids=lambda c: str(c[0]))
+def test_sharded_programs(case, mesh24):
+    """Values as on one device; each gradient lies as its operand does (24)."""
+    _, fun, operands, where = case
+    count = range(len(operands))
+    both = lambda *xs: (  # noqa: E731
+        fun(*xs),
+        jax.grad(lambda *xs: (fun(*xs) ** 2).sum(), tuple(count))(*xs),
+    )
+    placed = [dt.distribute_tensor(x, mesh24, p) for x, p in zip(operands, where, strict=True)]
+    out, gradients = dt.jit(both, mesh=mesh24)(*placed)
+    wanted, wanted_gradients = both(*operands)
+    close(out.full_tensor() if isinstance(out, dt.DTensor) else out, wanted, 1e-5)
+    for g, w in zip(gradients, wanted_gradients, strict=True):
+        close(g.full_tensor(), w, 1e-5)
+    gradients = dt.jit(lambda *xs: both(*xs)[1], mesh=mesh24)(*placed)
+    for g, x in zip(gradients, placed, strict=True):
+        assert g.placements == x.placements
