@@ -134,8 +134,8 @@ def reference(s):
     return s.reference(*s.operands)
 
 
-each_sample = pytest.mark.parametrize("s", today(SAMPLES, 12))
-each_op = pytest.mark.parametrize("name", today(sorted(BY_OP), 12))
+each_sample = pytest.mark.parametrize("s", today(SAMPLES, 24))
+each_op = pytest.mark.parametrize("name", today(sorted(BY_OP), 24))
 
 
 def test_every_op_has_a_sample():

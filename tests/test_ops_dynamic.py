@@ -27,7 +27,7 @@ NEEDS_A_SIZE = {
 MULTIPLES = {("glu", 8): 2, ("swiglu", 8): 2, ("group_norm", 8): 4, ("rotary_embedding", 8): 2}
 
 
-@pytest.mark.parametrize("case", today(CASES, 20))
+@pytest.mark.parametrize("case", today(CASES, 40))
 def test_symbolic_dims(case):
     name, n = case
     s = BY_OP[name]

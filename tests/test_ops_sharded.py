@@ -68,7 +68,7 @@ def strict_results(call, placed, mesh):
     return tuple(layout.placements[0] for layout in program.out_layouts)
 
 
-@pytest.mark.parametrize("name", today(sorted(BY_OP), 4))
+@pytest.mark.parametrize("name", today(sorted(BY_OP), 8))
 def test_strict_mode_follows_the_table(name, mesh2):
     """Every row gives the placements it says; what is no row needs a collective."""
     call = Call(BY_OP[name], "float32")
