@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -14,8 +14,8 @@ from jax.extend import core
 from dtorchjax import _jax
 from dtorchjax.errors import OpError
 from dtorchjax.op import Op
+from dtorchjax.op_primitives import check_results, is_op_equation, result_types
 from dtorchjax.op_primitives import decomposition as program_of
-from dtorchjax.op_primitives import is_op_equation
 from dtorchjax.registry import OPS, RULES
 from dtorchjax.switches import Choice, check_names, decompositions, named, vjp_rules
 
@@ -189,7 +189,8 @@ def _inlined(eqn: Any, chosen: Choice) -> tuple[list[Any], list[Any]]:
     """The equations of an operator's decomposition with variables of their own, and its results."""
     program = program_of([v.aval for v in eqn.invars], eqn.params)
     body = _rewritten(_jax.open_jaxpr(program)[0], chosen)
-    _check(eqn, body.outvars)
+    types = [v.aval for v in eqn.outvars]
+    check_results(f"`{eqn.primitive.name}`", types, result_types(program))
     new: dict[Any, Any] = dict(zip(body.invars, eqn.invars, strict=True))
 
     def atom(v: Any) -> Any:
@@ -202,16 +203,3 @@ def _inlined(eqn: Any, chosen: Choice) -> tuple[list[Any], list[Any]]:
             new[v] = _jax.fresh_variable(v)
         found.append(inner.replace(invars=invars, outvars=[new[v] for v in inner.outvars]))
     return found, [atom(v) for v in body.outvars]
-
-
-def _check(eqn: Any, results: Sequence[Any]) -> None:
-    name = eqn.primitive.name
-    if len(results) != len(eqn.outvars):
-        raise OpError(f"`{name}` has {len(eqn.outvars)} results, its decomposition {len(results)}")
-    for i, (have, want) in enumerate(zip(results, eqn.outvars, strict=True)):
-        have, want = have.aval, want.aval
-        if have.shape != want.shape or have.dtype != want.dtype:
-            raise OpError(
-                f"`{name}`: result {i} is {_jax.short_type(want)}, that of its decomposition "
-                f"{_jax.short_type(have)}"
-            )

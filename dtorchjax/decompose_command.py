@@ -20,7 +20,7 @@ from dtorchjax.demo import UsageError
 from dtorchjax.errors import OpError
 from dtorchjax.explain_command import parse_shape
 from dtorchjax.op import Op
-from dtorchjax.op_primitives import trace, types_of, vjp_rule
+from dtorchjax.op_primitives import result_types, trace, types_of, vjp_rule
 from dtorchjax.registry import OPS
 from dtorchjax.signatures import signature
 
@@ -119,7 +119,7 @@ def _vjp(op: Any, operands: Sequence[Any], static: dict[str, Any]) -> list[str]:
     types = types_of(leaves)
     wrt = tuple(i for i, t in enumerate(types) if jnp.issubdtype(t.dtype, jnp.inexact))
     rule = vjp_rule(op, pairs, tree, types, wrt)
-    results = [v.aval for v in _jax.open_jaxpr(trace(op, pairs, tree, types).program)[0].outvars]
+    results = result_types(trace(op, pairs, tree, types).program)
     names = op.value_names(tree, len(rule.results))
     saved = ", ".join(f"{names[i]} {_jax.short_type([*types, *results][i])}" for i in rule.saved)
     return [f"  saves {saved or 'nothing'}", *_indented(inspect.getsource(op.vjp_rule))]

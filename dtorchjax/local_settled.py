@@ -7,18 +7,16 @@ from typing import Any
 
 from dtorchjax.local_calls import Sent
 from dtorchjax.notation import PlacementSignature, Row
-from dtorchjax.placements import Joint, Partial, R, Shard, local_shape
+from dtorchjax.placements import Joint, Partial, R, Shard, elements, kinds_of, local_shape
 from dtorchjax.redistribute import Move, apply_move
 from dtorchjax.registry import LOCALS, RULES, LocalCall
 
 
 def _moves(where: Joint, target: Joint) -> list[Move]:
-    by_op: dict[str, list[int]] = {}
-    for axis in where.partial_axes():
-        p = where.placements[axis]
-        assert isinstance(p, Partial)
-        by_op.setdefault(p.op, []).append(axis)
-    return [Move("all-reduce", tuple(axes), where, target, op=op) for op, axes in by_op.items()]
+    """The all-reduce over all axes on which the value is partial, if it is."""
+    axes = where.partial_axes()
+    kinds = kinds_of(where.placements)
+    return [Move("all-reduce", tuple(axes), where, target, op=kind) for kind in kinds]
 
 
 class SettledRule:
@@ -35,9 +33,7 @@ class SettledRule:
         self, ins: Any, params: dict[str, Any], inputs: Sequence[Joint], outputs: Sequence[Joint]
     ) -> list[Sent]:
         sizes = tuple(params["mesh"].shape.values())
-        size = ins[0].dtype.itemsize
-        for n in local_shape(ins[0].shape, inputs[0], sizes):
-            size *= n
+        size = elements(local_shape(ins[0].shape, inputs[0], sizes)) * ins[0].dtype.itemsize
         moves = _moves(inputs[0], outputs[0])
         return [Sent(m.kind, m.axes, size * m.sent(sizes), 1) for m in moves]
 

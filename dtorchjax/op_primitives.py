@@ -57,6 +57,11 @@ def _key() -> Any:
     return _jax.trace_key(), state()
 
 
+def _pairs(params: dict[str, Any]) -> tuple[Any, ...]:
+    """Parameters in a form that can be hashed."""
+    return tuple((name, params[name]) for name in sorted(params))
+
+
 # ---- tracing -------------------------------------------------------------------------------------
 
 
@@ -106,6 +111,10 @@ def without_constants(closed: Any, name: str) -> Any:
     return closed
 
 
+def result_types(program: Any) -> list[Any]:
+    return [v.aval for v in _jax.open_jaxpr(program)[0].outvars]
+
+
 def trace(op: Any, static: Any, tree: Any, types: tuple[Any, ...]) -> Traced:
     return traced(op, static, tree, types, _key())
 
@@ -126,7 +135,7 @@ def _outer(results: Sequence[Any], xs: Sequence[Any], batch: Any) -> list[Any]:
 
 def decomposition(eqn_types: Sequence[Any], params: dict[str, Any]) -> Any:
     """The closed jaxpr that an equation of one of our primitives stands for."""
-    return _program(tuple(eqn_types), tuple(sorted(params.items(), key=lambda kv: kv[0])), _key())
+    return _program(tuple(eqn_types), _pairs(params), _key())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -157,18 +166,18 @@ def _run_kernel(
 
     def flat(*xs: Any) -> list[Any]:
         found = jax.tree.leaves(kernel(*jax.tree.unflatten(tree, xs), **dict(static)))
-        check_results(f"the kernel of `{op.name}`", found, trace(op, static, tree, types_of(xs)))
+        program = trace(op, static, tree, types_of(xs)).program
+        check_results(f"the kernel of `{op.name}`", types_of(found), result_types(program))
         return found
 
     return vmapped(flat, batch)(*xs)
 
 
-def check_results(what: str, found: Sequence[Any], wanted: Any) -> None:
-    """Raise OpError unless number, shapes and dtypes are those of the decomposition."""
-    types = [v.aval for v in _jax.open_jaxpr(wanted.program)[0].outvars]
-    if len(found) != len(types):
-        raise OpError(f"{what} has {len(found)} results, its decomposition {len(types)}")
-    for i, (have, want) in enumerate(zip(types_of(found), types, strict=True)):
+def check_results(what: str, found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Raise OpError unless number, shapes and dtypes of two lists of types are the same."""
+    if len(found) != len(wanted):
+        raise OpError(f"{what} has {len(found)} results, its decomposition {len(wanted)}")
+    for i, (have, want) in enumerate(zip(found, wanted, strict=True)):
         if have.shape != want.shape or have.dtype != want.dtype:
             raise OpError(
                 f"{what}: result {i} is {_jax.short_type(have)}, that of its decomposition "
@@ -178,7 +187,7 @@ def check_results(what: str, found: Sequence[Any], wanted: Any) -> None:
 
 def _avals(*xs: Any, op: Any, static: Any, tree: Any, batch: Any) -> list[Any]:
     program = trace(op, static, tree, _inner_types(xs, batch)).program
-    return _outer([v.aval for v in _jax.open_jaxpr(program)[0].outvars], xs, batch)
+    return _outer(result_types(program), xs, batch)
 
 
 def _batched(primitive: Primitive, xs: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
@@ -195,7 +204,7 @@ def _compiled(primitive: Primitive, params: Any) -> Callable[..., Any]:
 def _now(primitive: Primitive, run: Any, *xs: Any, **params: Any) -> list[Any]:
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         return run(*xs, **params)
-    return _compiled(primitive, tuple(sorted(params.items(), key=lambda kv: kv[0])))(*xs)
+    return _compiled(primitive, _pairs(params))(*xs)
 
 
 # ---- derivatives ---------------------------------------------------------------------------------
@@ -262,7 +271,7 @@ def _vjp_rule(
 ) -> Rule:
     """The rule's program, and which values it really reads: the others are not kept."""
     found = trace(op, static, tree, types)
-    everything = [v.aval for v in _jax.open_jaxpr(found.program)[0].outvars]
+    everything = result_types(found.program)
     out_tree = jax.tree.structure(op.split(jax.tree.unflatten(found.tree, everything))[0])
     results = tuple(everything[: out_tree.num_leaves])
     inexact = tuple(i for i, r in enumerate(results) if jnp.issubdtype(r.dtype, jnp.inexact))

@@ -130,12 +130,10 @@ def _weighted(loss, labels, weights, classes, ignore_index, reduction):
     """Losses of labels, each by its weight: nan for a label that is no class."""
     known = (labels >= 0) & (labels < classes)
     ignored = jnp.zeros_like(known) if ignore_index is None else labels == ignore_index
-    weight = (
-        jnp.where(known, 1, jnp.nan)
-        if weights is None
-        else jnp.where(known, jnp.take(weights, jnp.where(known, labels, 0), axis=0), jnp.nan)
-    )
-    weight = jnp.where(ignored, 0, weight).astype(loss.dtype)
+    weight = 1
+    if weights is not None:
+        weight = jnp.take(weights, jnp.where(known, labels, 0), axis=0)
+    weight = jnp.where(ignored, 0, jnp.where(known, weight, jnp.nan)).astype(loss.dtype)
     loss = jnp.where(ignored, 0, loss)
     return reduced(loss * weight, reduction, weight)
 

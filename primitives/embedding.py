@@ -16,9 +16,9 @@ def embedding(ids, table, *, padding_idx=None):
     Row `padding_idx` counts as zeros and gets no gradient. An id outside of the table gives nan
     (the greatest integer in an integer table); a negative one counts from the end.
     """
-    if padding_idx is None:
-        return jnp.take(table, ids, axis=0)
     rows = jnp.take(table, ids, axis=0)
+    if padding_idx is None:
+        return rows
     padding = padding_idx % table.shape[0]
     is_padding = (ids == padding) | (ids == padding - table.shape[0])
     return jnp.where(jnp.expand_dims(is_padding, range(ids.ndim, rows.ndim)), 0, rows)

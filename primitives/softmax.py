@@ -34,7 +34,7 @@ def softmax(x, mask=None, *, axis=-1):
 
 
 @softmax.vjp
-def _(x, out, g, *, axis):
+def _(out, g, *, axis):
     weighted = out * g
     return weighted - out * weighted.sum(axes_of(out, axis), keepdims=True), None
 

@@ -71,21 +71,25 @@ def _(call):
 
 
 @rule("reshape", **moves)
-def _(x, *, new_sizes, **_):
+def _(x, *, new_sizes, dimensions=None, **_):
     """b s d -> b t: the leading dims of two groups of equal size share a factor
 
-    Equal parts of the leading dims are then the same stretch of elements on both sides.
+    Equal parts of the leading dims are then the same stretch of elements on both sides. With
+    `dimensions` the operand's dims are taken in that order (jnp.median, jnp.quantile).
     """
     if 0 in x.shape:
         return f"{x.whole(*range(len(x)))} -> {' '.join(f'b{d}!' for d in range(len(new_sizes)))}"
+    order = range(len(x)) if dimensions is None else dimensions
+    sizes = [x.shape[d] for d in order]
     left, right = [], []
-    for number, (source, target) in enumerate(reshape_groups(x.shape, new_sizes)):
-        for side, names, shape in ((source, left, x.shape), (target, right, new_sizes)):
+    for number, (source, target) in enumerate(reshape_groups(sizes, new_sizes)):
+        for side, names, shape in ((source, left, sizes), (target, right, new_sizes)):
             leads = next((d for d in side if shape[d] > 1), None)
             tag = "ab"[names is right]
             names += [
                 f"g{number}" if d == leads else f"{tag}{d}!" if shape[d] > 1 else "1" for d in side
             ]
+    left = [left[list(order).index(d)] for d in range(len(x))]
     return f"{' '.join(left) or '-'} -> {' '.join(right) or '-'}"
 
 

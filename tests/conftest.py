@@ -32,3 +32,16 @@ def pytest_addoption(parser):
     parser.addoption(
         "--update-golden", action="store_true", help="write tests/golden/ instead of comparing"
     )
+
+
+@pytest.fixture
+def fresh():
+    """Declare operators that are forgotten after the test."""
+    import dtorchjax as dt
+    from dtorchjax.registry import OPS, RULES
+
+    before = dict(OPS), dict(RULES)
+    yield dt.op
+    for registry, old in zip((OPS, RULES), before, strict=True):
+        for name in set(registry) - set(old):
+            del registry[name]

@@ -388,6 +388,12 @@ _RESHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
 }
 for _label, (_source, _target) in _RESHAPES.items():
     sample("reshape", _label, along("reshape", _target), f32(*_source))
+for _label, _source, _target, _order in (
+    ("permuted", (6, 4, 12), (6, 12, 4), (0, 2, 1)),
+    ("permuted and merged", (6, 4, 12), (72, 4), (2, 0, 1)),
+    ("permuted square", (6, 12, 6), (6, 72), (2, 1, 0)),
+):
+    sample("reshape", _label, along("reshape", _target, _order), f32(*_source))
 sample("reshape", "bool", along("reshape", (72,)), bools(6, 12))
 sample("slice", "a part", along("slice", (0, 3), (6, 9)), f32(6, 12))
 sample("slice", "every second", along("slice", (0, 0), (6, 12), (1, 2)), i32(6, 12))

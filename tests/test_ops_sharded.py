@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
+from op_samples import SAMPLES
 from test_ops import BY_OP, Call, close, finite, today
 
 import dtorchjax as dt
@@ -31,13 +32,12 @@ def placements(shape):
             yield f"{dp},{tp}"
 
 
-@pytest.mark.parametrize("name", today(sorted(BY_OP), 24))
-def test_every_placement_equals_one_device(name, mesh24):
-    s = BY_OP[name]
+@pytest.mark.parametrize("s", today(SAMPLES, 72))
+def test_every_placement_equals_one_device(s, mesh24):
     call = Call(s, "float32")
     main = main_operand(call)
     if main is None:
-        pytest.skip("no operand with dims")
+        pytest.skip("all operands are numbers: there is one placement")
     with_gradient = call.differentiable and finite(s)
 
     def run(*xs):
@@ -73,7 +73,7 @@ def test_strict_mode_follows_the_table(name, mesh2):
     """Every row gives the placements it says; what is no row needs a collective."""
     call = Call(BY_OP[name], "float32")
     if main_operand(call) is None:
-        pytest.skip("no operand with dims")
+        pytest.skip("all operands are numbers: the table is one row")
     with jax.enable_x64(False):
         table = program_table(jax.make_jaxpr(call)(*call.xs), [2])
     rows = {r.inputs: r.outputs for r in table.rows}
@@ -287,3 +287,81 @@ def test_an_error_names_the_operator(mesh24):
     with pytest.raises(dt.PlacementMismatchError, match="`sub` in `softmax` cannot combine") as e:
         dt.ops.softmax(x)
     assert e.value.primitive == "sub" and e.value.where.startswith("test_ops_sharded.py")
+
+
+# ---- faults that other frameworks had with sharded operators -------------------------------------
+
+RANDOM = np.random.default_rng(0)
+
+
+def array(*shape):
+    return jnp.asarray(RANDOM.normal(size=shape), jnp.float32)
+
+
+TABLE, IDS = array(16, 8), jnp.asarray(RANDOM.integers(0, 16, (8, 4)))
+# the number of the report (PaddlePaddle), function, operands, placements on dp=2, tp=4
+SHARDED = [
+    (16, lambda x, y: dt.ops.matmul(x.T, y), (array(8, 4), array(8, 16)), ("S0,R", "S0,S1")),
+    (16, lambda x, y: dt.ops.matmul(x, y), (array(2, 8, 4), array(4, 8)), ("S0,S2", "R,S0")),
+    (16, lambda x, y: dt.ops.matmul(x, y.T), (array(8), array(16, 8)), ("R,S0", "S0,S1")),
+    (17, lambda x, y: dt.ops.multiply(x, y), (array(1, 8), array(8, 8)), ("R,S1", "S0,S1")),
+    (17, lambda x, y: dt.ops.add(x, y), (array(8, 1, 4), array(1, 8, 4)), ("S0,R", "R,S1")),
+    (18, lambda x: dt.ops.reshape(x, (2, 16, 4)), (array(8, 16),), ("S0,S1",)),
+    (18, lambda x: dt.ops.reshape(x, (1, 8, 16)), (array(8, 1, 16),), ("S0,S2",)),
+    (19, lambda x: dt.ops.transpose(x, (2, 0, 1)), (array(2, 8, 4),), ("S0,S2",)),
+    (19, lambda x: x[IDS[:, 0] % 8, IDS[:, 1] % 8], (array(8, 8),), ("S0,S1",)),
+    (20, lambda x, v: x.at[IDS[:4, 0]].add(v), (array(16, 8), array(4, 8)), ("S0,S1", "R,S1")),
+    (20, lambda x, v: x.at[jnp.arange(4)].set(v), (array(16, 8), array(4, 8)), ("R,S0", "R,S0")),
+    (21, lambda t: dt.ops.embedding(IDS, t), (TABLE,), ("R,S0",)),
+    (21, lambda t: dt.ops.embedding(IDS, t, padding_idx=3), (TABLE,), ("S0,S1",)),
+    (22, lambda x: dt.ops.cross_entropy(x, IDS[:, 0]), (array(8, 16),), ("S0,S1",)),
+    (
+        23, lambda q, k: dt.ops.scaled_dot_product_attention(q, k, k, jnp.tri(8, dtype=bool)),
+        (array(2, 8, 4, 4), array(2, 8, 4, 4)), ("S0,S2", "S0,S2"),
+    ),
+    (25, lambda x: dt.ops.add(dt.ops.sum(x, axis=0), 1.0), (array(8, 4),), ("S0,R",)),
+    (26, lambda x, v: x.at[:, 2:6].set(v), (array(4, 8), array(4, 4)), ("S0,S1", "R,S1")),
+    (26, lambda x, v: x.at[IDS[0, :2] % 8].add(v), (array(8, 8), array(8)), ("S1,R", "R,S0")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHARDED, ids=lambda c: str(c[0]))
+def test_sharded_programs(case, mesh24):
+    """Values as on one device; each gradient lies as its operand does (24)."""
+    _, fun, operands, where = case
+    count = range(len(operands))
+    both = lambda *xs: (  # noqa: E731
+        fun(*xs),
+        jax.grad(lambda *xs: (fun(*xs) ** 2).sum(), tuple(count))(*xs),
+    )
+    placed = [dt.distribute_tensor(x, mesh24, p) for x, p in zip(operands, where, strict=True)]
+    out, gradients = dt.jit(both, mesh=mesh24)(*placed)
+    wanted, wanted_gradients = both(*operands)
+    close(out.full_tensor() if isinstance(out, dt.DTensor) else out, wanted, 1e-5)
+    for g, w in zip(gradients, wanted_gradients, strict=True):
+        close(g.full_tensor(), w, 1e-5)
+    gradients = dt.jit(lambda *xs: both(*xs)[1], mesh=mesh24)(*placed)
+    for g, x in zip(gradients, placed, strict=True):
+        assert g.placements == x.placements
+
+
+OTHER_MESHES = [((1, 8), "R,S1"), ((2, 2, 2), "S0,S1,S2"), ((2, 2, 2), "S0,S0,S1"), ((8,), "S1")]
+SOME = {
+    "norms": lambda x: dt.ops.p_norm(dt.ops.normalize(jax.vmap(dt.ops.softmax)(x)), axis=-1),
+    "loop": lambda x: jax.lax.scan(
+        lambda c, _: (dt.ops.layer_norm(dt.ops.gelu(c)), None), x, None, length=3
+    )[0],
+    "median": lambda x: dt.ops.median(x, axis=1),  # a reshape that takes dims in another order
+    "alpha dropout": lambda x: dt.ops.alpha_dropout(x, jax.random.key(3), rate=0.3),
+}
+
+
+@pytest.mark.parametrize(("sizes", "where"), OTHER_MESHES, ids=str)
+@pytest.mark.parametrize("name", SOME)
+def test_on_other_meshes_and_twice(name, sizes, where):
+    mesh = dt.init_device_mesh(sizes, tuple("abc"[: len(sizes)]))
+    gradient = jax.grad(lambda x: (SOME[name](x) ** 2).sum())
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8, 16)), jnp.float32)
+    step = dt.jit(gradient, mesh=mesh, in_placements=where)
+    for values in (x, x * 2 + 1):
+        close(step(values), jax.jit(gradient)(values), 1e-5)
