@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -49,17 +49,21 @@ def count_of(x: Any, axes: Sequence[int]) -> Any:
     return jnp.asarray(float(count) if isinstance(count, int) else count, x.dtype)
 
 
-def moments(x: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
-    """(centre, offset, variance) along `axes`, dims kept: x - centre - offset has mean 0.
+def average_over(x: Any, axes: Sequence[int]) -> Callable[[Any], Any]:
+    """The mean along `axes`, dims kept, of arrays of the shape of x."""
+    return lambda value: value.sum(axes, keepdims=True) / count_of(x, axes)
+
+
+def moments(x: Any, average: Callable[[Any], Any]) -> tuple[Any, Any, Any]:
+    """(centre, offset, variance) by `average`: x - centre - offset has mean 0.
 
     The mean is two numbers, since far from 0 one of them cannot tell it to the precision that the
     differences have. The second pass over x gives the offset and the variance together.
     """
-    count = count_of(x, axes)
-    centre = x.sum(axes, keepdims=True) / count
+    centre = average(x)
     near = x - centre
-    offset = near.sum(axes, keepdims=True) / count
-    var = jnp.square(near).sum(axes, keepdims=True) / count - jnp.square(offset)
+    offset = average(near)
+    var = average(jnp.square(near)) - jnp.square(offset)
     return centre, offset, jnp.maximum(var, 0)
 
 

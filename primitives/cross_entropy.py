@@ -56,13 +56,15 @@ def _of_label(x, labels, axis):
 @label_cross_entropy.vjp
 def _(logits, labels, shift, log_total, g, *, axis, label_smoothing, z_loss):
     axis = one_axis(logits, axis)
-    slope = jnp.exp(logits - shift - log_total)
+    g = jnp.expand_dims(g, axis)
+    # what multiplies exp(logits - shift) is made once for each label, not for each class
+    weight = g * jnp.exp(-log_total)
     if z_loss:
-        slope *= 1 + 2 * z_loss * (shift + log_total)
+        weight *= 1 + 2 * z_loss * (shift + log_total)
+    of_label = jnp.where(_is_label(logits, labels, axis), (1 - label_smoothing) * g, 0)
     if label_smoothing:
-        slope -= label_smoothing / count_of(logits, (axis,))
-    of_label = jnp.where(_is_label(logits, labels, axis), slope - (1 - label_smoothing), slope)
-    return jnp.expand_dims(g, axis) * of_label, None
+        of_label += label_smoothing * g / count_of(logits, (axis,))
+    return jnp.exp(logits - shift) * weight - of_label, None
 
 
 @op(saves=("shift", "log_total"))

@@ -6,7 +6,15 @@ from jax import lax
 from jax import numpy as jnp
 
 from dtorchjax.errors import OpError
-from dtorchjax.numerics import axes_of, channel_shape, count_of, moments, one_axis, sum_to
+from dtorchjax.numerics import (
+    average_over,
+    axes_of,
+    channel_shape,
+    count_of,
+    moments,
+    one_axis,
+    sum_to,
+)  # fmt: skip
 from dtorchjax.op import op
 
 
@@ -16,28 +24,23 @@ def _affine(x, scale, bias):
     return x if bias is None else x + bias
 
 
-def _pulled(centred, inverse, g, scale, axes):
+def _pulled(centred, inverse, g, scale, average):
     """The gradients of x and scale of `scale * centred * inverse`, centred = x - mean."""
     normal = centred * inverse
     inner = g if scale is None else g * scale
-    count = count_of(centred, axes)
-    mean = inner.sum(axes, keepdims=True) / count
-    slope = (inner * normal).sum(axes, keepdims=True) / count
-    dscale = None if scale is None else sum_to(g * normal, scale.shape)
-    return inverse * (inner - mean - normal * slope), dscale
+    dx = inverse * (inner - average(inner) - normal * average(inner * normal))
+    return dx, None if scale is None else sum_to(g * normal, scale.shape)
 
 
-def _with_statistics(g, centred, axes):
-    """(cotangent of the result, gradient of x by mean and variance) of results with statistics."""
+def _with_statistics(g, centred, spread, count):
+    """(cotangent of the result, gradient of x by mean and variance) of results with statistics.
+
+    `spread` gives a cotangent of statistics the dims of x.
+    """
     if not isinstance(g, tuple):
         return g, 0
     g, gmean, gvar = g
-    gmean, gvar = (v.reshape(_kept(centred, axes)) for v in (gmean, gvar))
-    return g, (gmean + 2 * centred * gvar) / count_of(centred, axes)
-
-
-def _kept(x, axes):
-    return [1 if d in axes else n for d, n in enumerate(x.shape)]
+    return g, (spread(gmean) + 2 * centred * spread(gvar)) / count
 
 
 @op(saves=("centre", "offset", "inverse"))
@@ -48,7 +51,7 @@ def layer_norm(x, scale=None, bias=None, *, axis=-1, epsilon=1e-6, statistics=Fa
     last two without the dims of `axis`, in float32 for half precision.
     """
     axes = axes_of(x, axis)
-    centre, offset, var = moments(x, axes)
+    centre, offset, var = moments(x, average_over(x, axes))
     inverse = lax.rsqrt(var + epsilon)
     out = _affine((x - centre - offset) * inverse, scale, bias)
     if statistics:
@@ -59,8 +62,9 @@ def layer_norm(x, scale=None, bias=None, *, axis=-1, epsilon=1e-6, statistics=Fa
 @layer_norm.vjp
 def _(x, scale, bias, centre, offset, inverse, g, *, axis):
     axes, centred = axes_of(x, axis), x - centre - offset
-    g, more = _with_statistics(g, centred, axes)
-    dx, dscale = _pulled(centred, inverse, g, scale, axes)
+    spread = lambda value: jnp.expand_dims(value, axes)  # noqa: E731
+    g, more = _with_statistics(g, centred, spread, count_of(x, axes))
+    dx, dscale = _pulled(centred, inverse, g, scale, average_over(x, axes))
     return dx + more, dscale, None if bias is None else sum_to(g, bias.shape)
 
 
@@ -82,16 +86,32 @@ def _(x, scale, inverse, g, *, axis):
     return inverse * (inner - normal * slope), dscale
 
 
-def _grouped(x, groups, axis):
-    """x with the channels' dim in two, (groups, rest), and the dims of one group's statistics."""
-    axis = one_axis(x, axis)
-    if x.ndim < 2:
-        raise OpError(f"group_norm needs a batch dim and a channel dim, x has {x.ndim} dims")
-    if x.shape[axis] % groups != 0:
-        raise OpError(f"{x.shape[axis]} channels are not known to divide into {groups} groups")
-    shape = (*x.shape[:axis], groups, x.shape[axis] // groups, *x.shape[axis + 1 :])
-    axes = tuple(d for d in range(1, x.ndim + 1) if d != axis)
-    return x.reshape(shape), axes
+class _Groups:
+    """The statistics of groups of channels. Sums are over each channel first, and then over the
+    channels of a group: wide rows of x are added up, and a channel's dim is never cut in two."""
+
+    def __init__(self, x, groups, axis):
+        axis = one_axis(x, axis)
+        if x.ndim < 2:
+            raise OpError(f"group_norm needs a batch dim and a channel dim, x has {x.ndim} dims")
+        if x.shape[axis] % groups != 0:
+            raise OpError(f"{x.shape[axis]} channels are not known to divide into {groups} groups")
+        self.within = tuple(d for d in range(1, x.ndim) if d != axis)
+        self.parts = (x.shape[0], groups, x.shape[axis] // groups)
+        self.wide = [n if d in (0, axis) else 1 for d, n in enumerate(x.shape)]
+        self.count = count_of(x, (*self.within, axis)) / groups
+
+    def average(self, value):
+        """The mean of each group, [n, 1, ..., c]: once for each of its channels."""
+        return self.spread(value.sum(self.within).reshape(self.parts).sum(2) / self.count)
+
+    def spread(self, statistic):
+        """[n, groups] as [n, 1, ..., c]."""
+        return jnp.broadcast_to(statistic[..., None], self.parts).reshape(self.wide)
+
+    def each(self, value):
+        """[n, 1, ..., c] as [n, groups]."""
+        return value.reshape(self.parts)[..., 0]
 
 
 @op(saves=("centre", "offset", "inverse"))
@@ -101,29 +121,25 @@ def group_norm(x, scale=None, bias=None, *, groups, axis=-1, epsilon=1e-6, stati
     x [n, ..., c] (the channels' dim is `axis`), scale and bias [c]. With `statistics` the result is
     (normalised, mean [n, groups], variance [n, groups]).
     """
-    parts, axes = _grouped(x, groups, axis)
-    centre, offset, var = moments(parts, axes)
+    of = _Groups(x, groups, axis)
+    centre, offset, var = moments(x, of.average)
     inverse = lax.rsqrt(var + epsilon)
-    normal = ((parts - centre - offset) * inverse).reshape(x.shape)
     shape = channel_shape(x, axis)
-    out = _affine(normal, *(v if v is None else v.reshape(shape) for v in (scale, bias)))
+    parameters = (v if v is None else v.reshape(shape) for v in (scale, bias))
+    out = _affine((x - centre - offset) * inverse, *parameters)
     if statistics:
-        out = (out, (centre + offset).squeeze(axes), var.squeeze(axes))
+        out = (out, of.each(centre + offset), of.each(var))
     return out, centre, offset, inverse
 
 
 @group_norm.vjp
 def _(x, scale, bias, centre, offset, inverse, g, *, groups, axis):
-    parts, axes = _grouped(x, groups, axis)
-    centred = parts - centre - offset
-    g, more = _with_statistics(g, centred, axes)
-    shape = channel_shape(x, axis)
-    inner = g if scale is None else g * scale.reshape(shape)
-    dx, _ = _pulled(centred, inverse, inner.reshape(parts.shape), None, axes)
-    normal = (centred * inverse).reshape(x.shape)
-    dscale = None if scale is None else sum_to(g * normal, shape).reshape(scale.shape)
-    dbias = None if bias is None else sum_to(g, shape).reshape(bias.shape)
-    return (dx + more).reshape(x.shape), dscale, dbias
+    of, shape, centred = _Groups(x, groups, axis), channel_shape(x, axis), x - centre - offset
+    g, more = _with_statistics(g, centred, of.spread, of.count)
+    wide = None if scale is None else scale.reshape(shape)
+    dx, dscale = _pulled(centred, inverse, g, wide, of.average)
+    dscale = None if scale is None else dscale.reshape(scale.shape)
+    return dx + more, dscale, None if bias is None else sum_to(g, shape).reshape(bias.shape)
 
 
 @op(saves=("centre", "offset", "inverse"))
@@ -132,8 +148,7 @@ def instance_norm(x, scale=None, bias=None, *, axis=-1, epsilon=1e-6):
 
     x [n, ..., c] (the channels' dim is `axis`), scale and bias [c].
     """
-    axes = _instance_axes(x, axis)
-    centre, offset, var = moments(x, axes)
+    centre, offset, var = moments(x, average_over(x, _instance_axes(x, axis)))
     inverse = lax.rsqrt(var + epsilon)
     shape = channel_shape(x, axis)
     parameters = (v if v is None else v.reshape(shape) for v in (scale, bias))
@@ -149,7 +164,8 @@ def _instance_axes(x, axis):
 def _(x, scale, bias, centre, offset, inverse, g, *, axis):
     shape = channel_shape(x, axis)
     wide = None if scale is None else scale.reshape(shape)
-    dx, dscale = _pulled(x - centre - offset, inverse, g, wide, _instance_axes(x, axis))
+    average = average_over(x, _instance_axes(x, axis))
+    dx, dscale = _pulled(x - centre - offset, inverse, g, wide, average)
     dscale = None if scale is None else dscale.reshape(scale.shape)
     return dx, dscale, None if bias is None else sum_to(g, shape).reshape(bias.shape)
 
@@ -165,7 +181,7 @@ def batch_norm(x, scale, bias, mean, var, *, train=True, axis=-1, momentum=0.9, 
     """
     axes, shape = _batch_axes(x, axis), channel_shape(x, axis)
     if train:
-        centre, offset, spread = moments(x, axes)
+        centre, offset, spread = moments(x, average_over(x, axes))
         new = [
             momentum * old + (1 - momentum) * lax.stop_gradient(now).reshape(old.shape)
             for old, now in ((mean, centre + offset), (var, spread))
@@ -192,7 +208,7 @@ def _(x, scale, bias, mean, centre, offset, inverse, g, *, train, axis, momentum
     dscale = None if scale is None else sum_to(g * normal, shape).reshape(scale.shape)
     dbias = None if bias is None else sum_to(g, shape).reshape(bias.shape)
     if train:
-        dx, _ = _pulled(centred, inverse, inner, None, axes)
+        dx, _ = _pulled(centred, inverse, inner, None, average_over(x, axes))
         return dx, dscale, dbias, momentum * gmean, momentum * gvar
     dmean = -(inner * inverse).sum(axes).reshape(mean.shape)
     dvar = (-0.5 * inner * normal * inverse * inverse).sum(axes).reshape(mean.shape)
