@@ -218,6 +218,8 @@ INLINED = {
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
+    "call": "call_jaxpr",
+    "eval_jaxpr": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
@@ -234,6 +236,19 @@ def inner_program(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     if name not in INLINED:
         return None
     return open_jaxpr(eqn.params[INLINED[name]])
+
+
+def linear_solve(eqn: Any) -> tuple[tuple[Any, Sequence[Any]], list[int]]:
+    """The program of `custom_linear_solve` that solves, and which operands it takes."""
+    lengths = eqn.params["const_lengths"]
+    before = lengths.matvec + lengths.vecmat
+    taken = [*range(before, before + lengths.solve), *range(sum(lengths), len(eqn.invars))]
+    return open_jaxpr(eqn.params["jaxprs"].solve), taken
+
+
+def device_target(params: dict[str, Any]) -> list[NamedSharding | None]:
+    """Where a device_put lays each operand on a mesh; None for a device or a kind of memory."""
+    return [d if isinstance(d, NamedSharding) else None for d in params["devices"]]
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:

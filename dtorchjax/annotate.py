@@ -83,9 +83,12 @@ def _hashable(placements: Any, rank: int) -> Any:
 
 
 def asked_placements(mesh: Mesh) -> dict[str, Any]:
-    """Primitive name -> parameters, shape -> Layout that the planner must obey, or None."""
+    """Primitive name -> (parameters, shape and number of an operand) -> Layout or None.
 
-    def asked(params: dict[str, Any], shape: Sequence[int]) -> Layout:
+    The planner must obey the Layout.
+    """
+
+    def asked(params: dict[str, Any], shape: Sequence[int], _: int) -> Layout:
         where = params["placements"]
         if isinstance(where, Layout):
             return to_layout(where, mesh, shape, "dt.redistribute")
@@ -97,7 +100,7 @@ def asked_placements(mesh: Mesh) -> dict[str, Any]:
         return to_layout(dict(where), mesh, shape, "dt.redistribute")
 
     def sharding(name: str) -> Any:
-        def found(params: dict[str, Any], shape: Sequence[int]) -> Layout | None:
+        def found(params: dict[str, Any], shape: Sequence[int], _: int) -> Layout | None:
             spec, types = params[name].spec, params[name].mesh.axis_types
             if name == "dst_sharding" and all(t == AxisType.Auto for t in types):
                 return None  # reshard speaks of Explicit axes only (flax puts it around dropout)
@@ -105,7 +108,14 @@ def asked_placements(mesh: Mesh) -> dict[str, Any]:
 
         return found
 
+    def device(params: dict[str, Any], shape: Sequence[int], i: int) -> Layout | None:
+        found = _jax.device_target(params)[i]
+        if found is None:  # one device, or a kind of memory: nothing that the values depend on
+            return None
+        return layout_of_spec(found.spec, mesh, len(shape)).resolve(shape)
+
     return {
+        "device_put": device,
         "redistribute": asked,
         "sharding_constraint": sharding("sharding"),
         "reshard": sharding("dst_sharding"),

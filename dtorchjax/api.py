@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from dtorchjax import _jax
 from dtorchjax.annotate import redistribute
 from dtorchjax.arguments import is_placements, spread_prefix, to_layout
-from dtorchjax.dtensor import DTensor, distribute_tensor, sharding
+from dtorchjax.dtensor import DTensor, as_array, distribute_tensor, sharding
 from dtorchjax.errors import PlacementError
-from dtorchjax.placements import Layout, Partial, R
+from dtorchjax.placements import Layout, Partial, R, is_plain, stored_shape
 from dtorchjax.plan import Plan
 from dtorchjax.program import (
     Program,
@@ -176,7 +176,7 @@ class Jitted:
             for p, x, what in zip(said, leaves, paths, strict=True)
         ]
         arrive = [
-            known or (_without_partial(wanted) if wanted else to_layout("R", mesh, shape_of(x)))
+            known or (_arriving(wanted, x) if wanted else to_layout("R", mesh, shape_of(x)))
             for known, wanted, x in zip(layouts, asked, leaves, strict=True)
         ]
         arrive = [
@@ -205,7 +205,9 @@ class Jitted:
             [whole_aval(x) for x in leaves],
             lie.arrive,
             lie.wanted,
-            lambda shapes: self._out_layouts(shapes, (dynamic, named), lie.wanted, mesh),
+            lambda shapes: self._out_layouts(
+                shapes, (dynamic, named), lie.wanted, mesh, any(map(is_dtensor, leaves))
+            ),
             lie.paths,
             strict=self.options["redistribute"] == "never",
             donated=self._donated_leaves(tree, leaves, len(dynamic), numbers),
@@ -235,8 +237,9 @@ class Jitted:
         return tuple(prefix)
 
     def _out_layouts(
-        self, shapes: Any, args: tuple, wanted: list[Layout], mesh: Mesh
+        self, shapes: Any, args: tuple, wanted: list[Layout], mesh: Mesh, wrap: bool
     ) -> list[Wanted]:
+        """`wrap`: results are DTensors; else only those that the user asked to lie as no array."""
         said = spread_prefix(self.options["out_placements"], shapes, is_dtensor, "result")
         like = _like_arguments(shapes, args, wanted)
         found = []
@@ -244,9 +247,11 @@ class Jitted:
             if p is not None:
                 found.append(Wanted(to_layout(p, mesh, leaf.shape, "result"), asked=True))
             elif same is not None:
-                found.append(Wanted(same, label=f"the result (placed like {name})"))
+                where = same if wrap else as_array(same, leaf.shape)
+                found.append(Wanted(where, label=f"the result (placed like {name})"))
             else:
-                found.append(Wanted(None if leaf.shape else to_layout("R", mesh, ())))
+                where = None if leaf.shape else to_layout("R", mesh, ())
+                found.append(Wanted(where, array=not wrap))
         return found
 
     # ---- what users call
@@ -258,11 +263,11 @@ class Jitted:
         layouts = program.in_layouts
         results = program(*(storage_of(x, w) for x, w in zip(leaves, layouts, strict=True)))
         wrapped = [  # under jax.grad a loss must be an array, not a pytree of one
-            DTensor(x, layout)
+            DTensor.of_shape(x, layout, aval.shape)
             if (wrap and not (x.ndim == 0 and isinstance(x, _jax.Tracer)))
-            or layout.joint.partial_axes()
+            or not _is_array(layout, aval.shape)
             else x
-            for x, layout in zip(results, program.out_layouts, strict=True)
+            for x, layout, aval in zip(results, program.out_layouts, program.out_avals, strict=True)
         ]
         return jax.tree.unflatten(program.out_tree, wrapped)
 
@@ -304,10 +309,15 @@ def _types(value: Any) -> Any:
     return type(value), inner
 
 
-def _without_partial(layout: Layout) -> Layout:
-    """Where an array from the host is put that is wanted partial."""
-    found = tuple(R if isinstance(p, Partial) else p for p in layout.placements)
-    return Layout(layout.mesh, found, layout.order)
+def _arriving(wanted: Layout, x: Any) -> Layout:
+    """Where an array from the host is put: as wanted, where an array can lie so."""
+    found = tuple(R if isinstance(p, Partial) else p for p in wanted.placements)
+    return as_array(Layout(wanted.mesh, found, wanted.order), shape_of(x))
+
+
+def _is_array(layout: Layout, shape: tuple[int, ...]) -> bool:
+    """True if a jax.Array can lie so."""
+    return not layout.joint.partial_axes() and is_plain(shape, layout.joint, layout.sizes)
 
 
 def _numbers(given: int | Iterable[int] | None) -> set[int]:
@@ -325,8 +335,9 @@ def _label(path: Sequence[Any]) -> str:
 
 
 def _storage_shape(x: Any, layout: Layout) -> tuple[int, ...]:
-    sizes = layout.sizes
-    return (*(sizes[a] for a in layout.joint.partial_axes()), *shape_of(x))
+    sizes, where = layout.sizes, layout.joint
+    terms = (sizes[a] for a in where.partial_axes())
+    return (*terms, *stored_shape(shape_of(x), where, sizes))
 
 
 def _aval_key(x: Any) -> tuple:

@@ -61,5 +61,5 @@ def _looks(node: Node, facts: Callable[[Value], Hashable]) -> Hashable:
     ]
     return (
         node.kind, node.name, params, node.where, node.fixed, node.asked, node.partial_allowed,
-        len(node.inputs), *values,
+        node.as_array, len(node.inputs), *values,
     )  # fmt: skip

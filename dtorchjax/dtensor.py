@@ -18,8 +18,20 @@ from dtorchjax.chips import speeds_of
 from dtorchjax.errors import PlacementError
 from dtorchjax.lower import add_terms, drop_terms, storage_spec
 from dtorchjax.operators import Operators
-from dtorchjax.placements import Layout, Partial, Placement, R
+from dtorchjax.padding import filled
+from dtorchjax.parts import join, spread
+from dtorchjax.placements import (
+    Layout,
+    Partial,
+    Placement,
+    R,
+    allowed_by,
+    is_plain,
+    joint,
+    stored_shape,
+)
 from dtorchjax.redistribute import apply_move, table
+from dtorchjax.registry import linear_position
 from dtorchjax.rows import canonical
 
 
@@ -28,24 +40,31 @@ class DTensor(Operators):
     """An array of global `shape` whose parts lie on the devices of `mesh` by `placements`.
 
     The storage is one `jax.Array`: for R and S the array itself with a NamedSharding; for P there
-    is one leading dim per partial axis, sharded on it, with one term per device. Make one with
-    `distribute_tensor`; a DTensor is a pytree of its storage.
+    is one leading dim per partial axis, sharded on it, with one term per device. Where a dim does
+    not divide, or is cut in blocks, the storage has the devices' parts one after the other, with
+    zeros as padding. Make one with `distribute_tensor`; a DTensor is a pytree of its storage.
     """
 
-    __slots__ = ("layout", "storage")
+    __slots__ = ("layout", "padded", "storage")
 
-    def __init__(self, storage: Any, layout: Layout):
-        self.storage, self.layout = storage, layout
-
-    def tree_flatten_with_keys(self):
-        return ((jax.tree_util.GetAttrKey("storage"), self.storage),), self.layout
-
-    def tree_flatten(self):
-        return (self.storage,), self.layout
+    def __init__(self, storage: Any, layout: Layout, padded: tuple[tuple[int, int], ...] = ()):
+        """`padded`: (dim, size) of the dims whose storage is longer than they are."""
+        self.storage, self.layout, self.padded = storage, layout, padded
 
     @classmethod
-    def tree_unflatten(cls, layout: Layout, children: Sequence[Any]) -> DTensor:
-        return cls(children[0], layout)
+    def of_shape(cls, storage: Any, layout: Layout, shape: Sequence[int]) -> DTensor:
+        """The DTensor of this global shape."""
+        return cls(storage, layout, padding_of(layout, tuple(shape)))
+
+    def tree_flatten_with_keys(self):
+        return ((jax.tree_util.GetAttrKey("storage"), self.storage),), (self.layout, self.padded)
+
+    def tree_flatten(self):
+        return (self.storage,), (self.layout, self.padded)
+
+    @classmethod
+    def tree_unflatten(cls, kept: Any, children: Sequence[Any]) -> DTensor:
+        return cls(children[0], *kept)
 
     # ---- what it is
 
@@ -60,7 +79,11 @@ class DTensor(Operators):
     @property
     def shape(self) -> tuple[int, ...]:
         """The global shape."""
-        return tuple(self.storage.shape[self._terms :])
+        found = tuple(self.storage.shape[self._terms :])
+        if self.padded:
+            true = dict(self.padded)
+            return tuple(true.get(d, n) for d, n in enumerate(found))
+        return found
 
     @property
     def dtype(self) -> Any:
@@ -87,7 +110,15 @@ class DTensor(Operators):
                 f"the storage of this DTensor (shape {storage}) does not fit its layout "
                 f"{self.layout}: a transformation took its terms apart; reduce_partial() it first"
             )
-        _fits(self.layout, self.shape)
+        shape = self.shape
+        _fits(self.layout, shape)
+        stored = stored_shape(shape, self.layout.joint, sizes)
+        if tuple(storage[len(lead) :]) != stored:
+            raise PlacementError(
+                f"the storage of this DTensor (shape {storage}) does not fit its layout "
+                f"{self.layout}, in which an array of shape {shape} takes {(*lead, *stored)}: a "
+                "transformation changed dims that are padded; use dt.jit, or redistribute it first"
+            )
 
     # ---- conversions
 
@@ -102,7 +133,7 @@ class DTensor(Operators):
         traced = isinstance(self.storage, _jax.Tracer)
         make = _differentiable_mover if traced else _mover
         moved = make(self.mesh, self.layout, target, self.shape, self.dtype)
-        return DTensor(moved(self.storage), target)
+        return DTensor.of_shape(moved(self.storage), target, self.shape)
 
     def reduce_partial(self) -> DTensor:
         """P becomes R; R and S stay. One all-reduce per kind of P, over all its axes at once."""
@@ -114,13 +145,18 @@ class DTensor(Operators):
         return self.redistribute("R").storage
 
     def to_array(self) -> jax.Array:
-        """The jax.Array as it lies, without communication. Raises PlacementError for P."""
+        """The jax.Array as it lies, without communication. Raises PlacementError for P.
+
+        No jax.Array lies unevenly or in blocks: dims that do so are gathered.
+        """
         if self._terms:
             raise PlacementError(
                 f"this DTensor is a partial result {self.layout}; reduce_partial() it first"
             )
         self._check()
-        return self.storage
+        if is_plain(self.shape, self.layout.joint, self.layout.sizes):
+            return self.storage
+        return self.redistribute(as_array(self.layout, self.shape)).storage
 
     def to_local(self) -> jax.Array:
         """One block per device: an array of shape `(*mesh.shape, *local_shape)`."""
@@ -128,10 +164,13 @@ class DTensor(Operators):
         return _blocks(self.layout, self.ndim)(self.storage)
 
     @staticmethod
-    def from_local(blocks: Any, mesh: Mesh, placements: Any) -> DTensor:
+    def from_local(
+        blocks: Any, mesh: Mesh, placements: Any, shape: Sequence[int] | None = None
+    ) -> DTensor:
         """The inverse of `to_local`: blocks of shape `(*mesh.shape, *local_shape)`.
 
-        Where an axis is R, the block of its first device counts.
+        Where an axis is R, the block of its first device counts. `shape` is the global shape, for
+        dims that do not divide; all blocks are full where it is not given.
         """
         n = len(mesh.axis_names)
         sizes = tuple(mesh.shape[a] for a in mesh.axis_names)
@@ -141,15 +180,21 @@ class DTensor(Operators):
             )
         rank = len(np.shape(blocks)) - n
         layout = to_layout(placements, mesh, None, rank=rank)
-        shape = list(np.shape(blocks)[n:])
-        for size, p in zip(sizes, layout.placements, strict=True):
-            if (dim := getattr(p, "dim", None)) is not None:
-                shape[dim] *= size
+        held = np.shape(blocks)[n:]
+        if shape is None:
+            shape = list(held)
+            for size, p in zip(sizes, layout.placements, strict=True):
+                if (dim := getattr(p, "dim", None)) is not None:
+                    shape[dim] *= size
         layout = layout.resolve(shape)
+        if layout.local_shape(shape) != tuple(held):
+            raise PlacementError(
+                f"an array of shape {tuple(shape)} placed {layout} has blocks of shape "
+                f"{layout.local_shape(shape)}, not {tuple(held)}"
+            )
         spread = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
-        return DTensor(
-            _from_blocks(layout, rank)(jax.device_put(jnp.asarray(blocks), spread)), layout
-        )
+        storage = _from_blocks(layout, tuple(shape))(jax.device_put(jnp.asarray(blocks), spread))
+        return DTensor.of_shape(storage, layout, shape)
 
     # ---- as a jax.Array would
 
@@ -158,7 +203,10 @@ class DTensor(Operators):
             raise PlacementError(
                 f"a partial result {self.layout} has no values yet; reduce_partial() it first"
             )
-        return np.asarray(self.storage)
+        found = np.asarray(self.storage)
+        for dim, n in enumerate(self.shape):
+            found = join(found, dim, n, self.layout.joint.cuts_on(dim, self.layout.sizes), np)
+        return found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self._value(), dtype=dtype)
@@ -231,6 +279,43 @@ def _fits(layout: Layout, shape: tuple[int, ...]) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
+def padding_of(layout: Layout, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """(dim, size) of the dims whose storage is longer than they are."""
+    stored = stored_shape(shape, layout.joint, layout.sizes)
+    return tuple((d, n) for d, (n, m) in enumerate(zip(shape, stored, strict=True)) if n != m)
+
+
+def as_array(layout: Layout, shape: Sequence[int]) -> Layout:
+    """The nearest layout that a jax.Array can have: whole where this is uneven, or in blocks."""
+    sizes, where = layout.sizes, layout.joint
+    found = list(layout.placements)
+    for dim in range(len(shape)):
+        axes = where.axes_on(dim)
+        for count in range(len(axes), -1, -1):
+            kept = [R if a in axes[count:] else p for a, p in enumerate(layout.placements)]
+            alone = [p if a in axes else R for a, p in enumerate(kept)]
+            if is_plain(shape, joint(alone, where.order), sizes):
+                break
+        for a in axes[count:]:
+            found[a] = R
+    return Layout(layout.mesh, tuple(found), layout.order)
+
+
+def stored(array: Any, layout: Layout) -> Any:
+    """An array (numpy's, jax's or a tracer) as its storage: padded, in blocks; not yet placed."""
+    if is_plain(np.shape(array), layout.joint, layout.sizes):
+        return array
+    if hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        data = stored(jax.random.key_data(array), layout)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+    numpy = jnp if isinstance(array, jax.Array) else np
+    array = numpy.asarray(array)
+    for dim in range(array.ndim):
+        array = spread(array, dim, layout.joint.cuts_on(dim, layout.sizes), numpy)
+    return array
+
+
+@functools.lru_cache(maxsize=4096)
 def sharding(layout: Layout, rank: int) -> NamedSharding:
     """How an array of `rank` dims is stored in this layout."""
     return NamedSharding(layout.mesh, storage_spec(layout.joint, rank, layout.mesh.axis_names))
@@ -244,9 +329,9 @@ def _mover(mesh: Mesh, source: Layout, target: Layout, shape: tuple[int, ...], d
     kinds = tuple(
         sorted({p.op for w in (start, end) for p in w.placements if isinstance(p, Partial)})
     )
-    paths = table(
-        shape, np.dtype(dtype).itemsize if _plain(dtype) else 8, kinds, sizes, speeds_of(mesh)
-    )
+    allowed = allowed_by([(shape, start), (shape, end)], sizes)
+    size = np.dtype(dtype).itemsize if _plain(dtype) else 8
+    paths = table(shape, size, kinds, sizes, speeds_of(mesh), allowed)
     try:
         moves = paths.path(start, end)
     except ValueError:
@@ -258,8 +343,8 @@ def _mover(mesh: Mesh, source: Layout, target: Layout, shape: tuple[int, ...], d
     def local(x: Any) -> Any:
         x = _drop(x, source)
         for move in moves:
-            x = apply_move(x, move, names, sizes)
-        return _add(x, target)
+            x = apply_move(x, move, names, sizes, shape)
+        return _add(at_rest(x, shape, target), target)
 
     rank = len(shape)
     return jax.jit(
@@ -291,6 +376,13 @@ def _plain(dtype: Any) -> bool:
     return not jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
+def at_rest(x: Any, shape: Sequence[int], layout: Layout) -> Any:
+    """A device's part with zeros as padding."""
+    names, sizes = tuple(layout.mesh.axis_names), layout.sizes
+    place = functools.partial(linear_position, names=names, sizes=sizes)
+    return filled(x, shape, layout.joint, sizes, place, ["sum"] * len(shape))
+
+
 def _drop(x: Any, layout: Layout) -> Any:
     return drop_terms(x, layout.joint)
 
@@ -316,15 +408,15 @@ def _blocks(layout: Layout, rank: int) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _from_blocks(layout: Layout, rank: int) -> Any:
-    names = layout.mesh.axis_names
+def _from_blocks(layout: Layout, shape: tuple[int, ...]) -> Any:
+    names, rank = layout.mesh.axis_names, len(shape)
     replicated = tuple(n for n, p in zip(names, layout.placements, strict=True) if p == R)
 
     def local(x: Any) -> Any:
         x = x.reshape(x.shape[len(names) :])
         if replicated:
             x = jax.lax.all_gather(x, replicated, axis=0, tiled=False)[0]
-        return _add(x, layout)
+        return _add(at_rest(x, shape, layout), layout)
 
     return jax.jit(
         jax.shard_map(
@@ -339,7 +431,8 @@ def distribute_tensor(array: Any, mesh: Mesh, placements: Any, what: str = "arra
 
     `placements`: `"S0,R"`, `["S0", "R"]`, `"R"`, `{"tp": "S1"}`, a Layout, PartitionSpec or
     NamedSharding. A P(sum) placement puts the value on the first device and zeros on the others.
-    Raises PlacementError if a dim does not exist or does not divide.
+    A dim of n rows need not divide: each of k devices holds ceil(n / k), the last ones fewer.
+    Raises PlacementError if a dim does not exist.
 
     >>> x = distribute_tensor(np.arange(8.), dt_mesh((2, 4), ("dp", "tp")), {"tp": "S0"})
     >>> x.placements
@@ -351,9 +444,11 @@ def distribute_tensor(array: Any, mesh: Mesh, placements: Any, what: str = "arra
         return array.redistribute(placements)
     array = array if isinstance(array, jax.Array) else jnp.asarray(array)
     layout = to_layout(placements, mesh, array.shape, what=what)
+    shape = array.shape
     partial = layout.joint.partial_axes()
     if not partial:
-        return DTensor(jax.device_put(array, sharding(layout, array.ndim)), layout)
+        storage = jax.device_put(stored(array, layout), sharding(layout, len(shape)))
+        return DTensor.of_shape(storage, layout, shape)
     found = tuple(R if a in partial else p for a, p in enumerate(layout.placements))
     dense = Layout(mesh, found, layout.order)
     return distribute_tensor(array, mesh, dense).redistribute(layout)

@@ -43,7 +43,8 @@ class Node:
 
     `kind`: "equation", "port" (one placement for everything), "enter" and "leave" (the scanned
     inputs and outputs of a loop: placements without the leading dim), "input", "output", "literal".
-    `fixed` is a placement that is given, not chosen. `partial_allowed` is False for results.
+    `fixed` is a placement that is given, not chosen. `partial_allowed` is False for results,
+    `as_array` True for those that must lie as a jax.Array can.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class Node:
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Joint | None = None
     partial_allowed: bool = True
+    as_array: bool = False
     asked: bool = False
     literal: Any = None
     where: _jax.Where | None = None
@@ -135,7 +137,7 @@ class Graph:
 
 class _Builder:
     def __init__(
-        self, mesh: Any, annotations: dict[str, Callable[[dict, Sequence[int]], Layout | None]]
+        self, mesh: Any, annotations: dict[str, Callable[[dict, Sequence[int], int], Layout | None]]
     ):
         self.mesh, self.annotations = mesh, annotations
         self.nodes: list[Node] = []
@@ -199,6 +201,9 @@ class _Builder:
         inner = _jax.inner_program(eqn)
         if is_op_equation(eqn) and not (self.own_tables and self.has_own_table(eqn)):
             inner = _jax.open_jaxpr(decomposition([v.aval for v in eqn.invars], eqn.params))
+        if name == "custom_linear_solve":
+            inner, taken = _jax.linear_solve(eqn)
+            operands = [operands[i] for i in taken]
         if inner is not None:
             if _jax.recomputes(eqn):
                 operands = self.barrier(operands, scope)
@@ -220,22 +225,11 @@ class _Builder:
         if name == "cond":
             return self.cond(eqn, operands, scope)
         if name in self.annotations:
-            asked = self.annotations[name](eqn.params, operands[0].aval.shape)
-            if asked is None:
-                return operands
-            result = Value(eqn.outvars[0].aval, scope)
-            port = self.node(
-                "port", operands, [result], fixed=asked.joint, name=name, where=self.where(eqn),
-                asked=True,
-            )  # fmt: skip
-            scope.steps.append(port)
-            return [result]
+            return [self.annotated(eqn, i, operand, scope) for i, operand in enumerate(operands)]
         if name == "settled" and not self.strict:
             return operands
         if name == "optimization_barrier":
             return self.barrier(operands, scope)
-        if name == "device_put" and all(d is None for d in eqn.params["devices"]):
-            return operands
         if name not in RULES:
             raise located(missing_rule(name), self.where(eqn))
         results = [Value(var.aval, scope) for var in eqn.outvars]
@@ -248,6 +242,20 @@ class _Builder:
         )  # fmt: skip
         scope.steps.append(node)
         return results
+
+    def annotated(self, eqn: Any, i: int, operand: Value, scope: Scope) -> Value:
+        """An operand where an annotation wants it."""
+        name = eqn.primitive.name
+        asked = self.annotations[name](eqn.params, operand.aval.shape, i)
+        if asked is None:
+            return operand
+        result = Value(eqn.outvars[i].aval, scope)
+        port = self.node(
+            "port", [operand], [result], fixed=asked.joint, name=name, where=self.where(eqn),
+            asked=True,
+        )  # fmt: skip
+        scope.steps.append(port)
+        return result
 
     def has_own_table(self, eqn: Any) -> bool:
         """True for an operator with a rule of its own (which does not speak of vmap's dims)."""
@@ -393,7 +401,7 @@ def build(
     wanted: Sequence[Joint],
     results: Sequence[Any],
     constant_layout: Callable[[Any], Joint],
-    annotations: dict[str, Callable[[dict, Sequence[int]], Layout | None]],
+    annotations: dict[str, Callable[[dict, Sequence[int], int], Layout | None]],
     in_labels: Sequence[str],
     called: _jax.Where | None = None,
     strict: bool = False,
@@ -434,6 +442,7 @@ def build(
         builder.node(
             "output", [value], [], fixed=wanted.layout and wanted.layout.joint,
             partial_allowed=wanted.partial, label=wanted.label, asked=wanted.asked,
+            as_array=wanted.array,
         )
         for value, wanted in zip(made, results, strict=True)
     ]  # fmt: skip

@@ -30,15 +30,6 @@ from dtorchjax.local_rules import BodyRow
 from dtorchjax.placements import Layout
 
 
-class Sent(NamedTuple):
-    """One collective of a body: `bytes` is what one device sends in one execution."""
-
-    kind: str
-    axes: tuple[int, ...]
-    bytes: float
-    times: int
-
-
 class Aval(NamedTuple):
     """Shape and dtype of a whole operand, without the dims of vmap."""
 

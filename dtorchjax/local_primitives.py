@@ -293,8 +293,9 @@ class DfunctionRule:
         return list(found) if found is not None else None
 
     def communication(
-        self, ins: Any, params: dict[str, Any], inputs: Sequence[Joint], outputs: Sequence[Joint]
-    ) -> Any:
+        self, primitive: Any, ins: Any, outs: Any, params: dict[str, Any], inputs: Sequence[Joint],
+        outputs: Sequence[Joint], sizes: tuple[int, ...],
+    ) -> Any:  # fmt: skip
         """The collectives inside the body for one joint row."""
         from dtorchjax.local_communication import communication
 

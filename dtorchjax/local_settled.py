@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dtorchjax.local_calls import Sent
 from dtorchjax.notation import PlacementSignature, Row
 from dtorchjax.placements import Joint, Partial, R, Shard, elements, kinds_of, local_shape
 from dtorchjax.redistribute import Move, apply_move
 from dtorchjax.registry import LOCALS, RULES, LocalCall
+from dtorchjax.sent import Sent
 
 
 def _moves(where: Joint, target: Joint) -> list[Move]:
@@ -30,9 +30,9 @@ class SettledRule:
         return PlacementSignature((*rows, *(Row((Partial(op),), (R,)) for op in ops)))
 
     def communication(
-        self, ins: Any, params: dict[str, Any], inputs: Sequence[Joint], outputs: Sequence[Joint]
-    ) -> list[Sent]:
-        sizes = tuple(params["mesh"].shape.values())
+        self, primitive: Any, ins: Any, outs: Any, params: dict[str, Any], inputs: Sequence[Joint],
+        outputs: Sequence[Joint], sizes: tuple[int, ...],
+    ) -> list[Sent]:  # fmt: skip
         size = elements(local_shape(ins[0].shape, inputs[0], sizes)) * ins[0].dtype.itemsize
         moves = _moves(inputs[0], outputs[0])
         return [Sent(m.kind, m.axes, size * m.sent(sizes), 1) for m in moves]
@@ -41,7 +41,7 @@ class SettledRule:
 def _run(call: LocalCall, x: Any) -> Any:
     names = call.params["mesh"].axis_names
     for move in _moves(call.inputs[0], call.outputs[0]):
-        x = apply_move(x, move, names, call.sizes)
+        x = apply_move(x, move, names, call.sizes, call.in_avals[0].shape)
     return x
 
 

@@ -163,7 +163,11 @@ def _shapes_agree(
     parts = tuple(local_shape(a.shape, j, sizes) for a, j in zip(of, row[0], strict=True))
     wanted = tuple(local_shape(a.shape, j, sizes) for a, j in zip(results, row[1], strict=True))
     fun = (body.expand(outs, ins) if body.expand else None) or body.fun
-    rows = [Row(*(tuple(j.placements[a] for j in side) for side in row)) for a in range(len(sizes))]
+    ins, outs = row
+    rows = [
+        Row(tuple(j.placements[a] for j in ins), tuple(j.placements[a] for j in outs))
+        for a in range(len(sizes))
+    ]
     active = tuple(n for n, r in zip(mesh.axis_names, rows, strict=True) if differs(r))
     structs = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(parts, of, strict=True)]
     environment = list(zip(mesh.axis_names, sizes, strict=True))
@@ -300,9 +304,10 @@ def _derived(
 
     def table(_: Sequence[Aval], __: Sequence[Aval]) -> list[BodyRow]:
         return [
-            BodyRow(Row(*without_kept(*columns(call, base, base))), factor)
+            BodyRow(Row(*without_kept(of_pass.inputs, of_pass.outputs)), factor)
             for base, factor in body.table(of, body.info(of).results)
             if is_differentiable(base)
+            for of_pass in [columns(call, base, base)]
         ]
 
     def layouts(mesh: Any, _: Sequence[Aval], __: Sequence[Aval]) -> list[tuple[Any, Any]]:

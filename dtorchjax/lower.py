@@ -13,10 +13,12 @@ from jax.sharding import PartitionSpec
 from dtorchjax import _jax
 from dtorchjax.graph import Barrier, Loop, Node, Scope, Value
 from dtorchjax.memory import AGAIN
+from dtorchjax.padding import filled, summed_up
 from dtorchjax.placements import Joint
 from dtorchjax.plan import Plan
-from dtorchjax.redistribute import Move, apply_move, position
-from dtorchjax.registry import LOCALS, LocalCall
+from dtorchjax.redistribute import Move, apply_move
+from dtorchjax.registry import LOCALS, LocalCall, linear_position
+from dtorchjax.rows import JointRow
 
 
 def spec(where: Joint, rank: int, names: Sequence[str]) -> PartitionSpec:
@@ -57,13 +59,15 @@ class Local:
         elif move.kind == "empty":
             have[target] = NOTHING
         else:
-            have[target] = apply_move(have[move.source], move, self.names, self.sizes)
+            have[target] = apply_move(
+                have[move.source], move, self.names, self.sizes, value.aval.shape
+            )
 
     def _reduce_together(self, group: Sequence[tuple[Value, Move]]) -> None:
         """One collective for several small arrays of the same dtype."""
         parts = [self.arrays[v][m.source] for v, m in group]
         vector = jnp.concatenate([part.reshape(-1) for part in parts])
-        vector = apply_move(vector, group[0][1], self.names, self.sizes)
+        vector = apply_move(vector, group[0][1], self.names, self.sizes, vector.shape)
         start = 0
         for (value, move), part in zip(group, parts, strict=True):
             self.arrays[value][move.target] = vector[start : start + part.size].reshape(part.shape)
@@ -90,7 +94,7 @@ class Local:
 
     def _equation(self, node: Node) -> None:
         row = self.plan.rows[node]
-        operands = [self.fetch(node, i) for i in range(len(node.inputs))]
+        operands = [self._operand(node, row, i) for i in range(len(node.inputs))]
         call = LocalCall(
             primitive=node.eqn.primitive,
             params=node.params,
@@ -99,7 +103,8 @@ class Local:
             inputs=row.inputs,
             outputs=row.outputs,
             sizes=self.sizes,
-            position=lambda axes: position(axes, self.names, self.sizes),
+            position=self.position,
+            names=self.names,
         )
         program = LOCALS.get(node.name)
         results = program(call, *operands) if program else call.bind(*operands)
@@ -107,6 +112,25 @@ class Local:
             results = [results]
         for value, x in zip(node.outputs, results, strict=True):
             self.give(value, x)
+
+    def position(self, axes: tuple[int, ...]) -> Any:
+        return linear_position(axes, self.names, self.sizes)
+
+    def _operand(self, node: Node, row: JointRow, i: int) -> Any:
+        """An operand, with neutral padding where the equation sums it up."""
+        x, shape, where = self.fetch(node, i), node.inputs[i].aval.shape, row.inputs[i]
+        if not any(j.partial_axes() for j in row.outputs) or where.is_local:
+            return x
+        ops = summed_up(where, row.outputs, len(shape))
+        return filled(x, shape, where, self.sizes, self.position, ops)
+
+    def result(self, node: Node) -> Any:
+        """A result of the program: its padding is zero."""
+        x, shape, where = self.fetch(node, 0), node.inputs[0].aval.shape, self.plan.rows[node]
+        if where.inputs[0].is_local:
+            return x
+        x = _strong_result(x, node)
+        return filled(x, shape, where.inputs[0], self.sizes, self.position, ["sum"] * len(shape))
 
     def _scan(self, loop: Loop) -> None:
         parts = loop.scan
@@ -253,10 +277,7 @@ def lower(plan: Plan) -> Callable[..., list[Any]]:
         for node, x in zip(inputs, parts, strict=True):
             run.give(node.outputs[0], drop_terms(x, plan.rows[node].outputs[0]))
         run.run(graph.top)
-        return [
-            add_terms(_strong_result(run.fetch(node, 0), node), plan.rows[node].inputs[0])
-            for node in graph.outputs
-        ]
+        return [add_terms(run.result(node), plan.rows[node].inputs[0]) for node in graph.outputs]
 
     return jax.shard_map(
         local,
@@ -273,7 +294,7 @@ def lower(plan: Plan) -> Callable[..., list[Any]]:
 
 
 def _strong_result(x: Any, node: Node) -> Any:
-    return jnp.asarray(x, node.inputs[0].aval.dtype) if _is_array(x) else x
+    return jnp.asarray(x, node.inputs[0].aval.dtype)
 
 
 def storage_spec(where: Joint, rank: int, names: Sequence[str]) -> PartitionSpec:

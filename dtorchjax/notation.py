@@ -35,18 +35,23 @@ from dtorchjax.placements import (
 
 
 class Row(NamedTuple):
-    """One line of a signature for one mesh axis: `S1, S0 -> P`."""
+    """One line of a signature for one mesh axis: `S1, S0 -> P`.
+
+    `by` names the collective that the devices need for it: `S0 -> S0 by permute`.
+    """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
+    by: str = ""
 
     def __str__(self) -> str:
         sides = (", ".join(map(str, side)) for side in (self.inputs, self.outputs))
-        return " -> ".join(sides).strip()
+        return " -> ".join(sides).strip() + (f" by {self.by}" if self.by else "")
 
 
 def parse_row(text: str) -> Row:
     """`"P, S0 -> P"` -> Row."""
+    text, _, by = text.partition(" by ")
     left, arrow, right = text.partition("->")
     if not arrow:
         raise PlacementError(f"a row is `inputs -> outputs`, not {text!r}")
@@ -54,7 +59,7 @@ def parse_row(text: str) -> Row:
         tuple(parse_placement(word) for word in side.split(",") if word.strip())
         for side in (left, right)
     ]
-    return Row(sides[0], sides[1])
+    return Row(sides[0], sides[1], by)
 
 
 # ---- sentences ---------------------------------------------------------------------------------

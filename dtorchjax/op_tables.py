@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh
 from dtorchjax.graph import Graph, Node, Value, build
 from dtorchjax.notation import PlacementSignature, Row
 from dtorchjax.placements import Joint, Partial, Placement, R, Shard, divides, joint
-from dtorchjax.plan import fits_locally, is_zero
-from dtorchjax.registry import summable
+from dtorchjax.plan import communication_inside, fits_locally, is_zero
+from dtorchjax.registry import SENDS, summable
 from dtorchjax.rows import JointRow, Labels
 
 KINDS = ("sum", "max", "min")
@@ -67,7 +67,8 @@ class _Search:
         given = [joint((Partial(kind) if summable(Partial(kind), v.aval) else R,))
                  for v in jaxpr.invars]  # fmt: skip
         results = [
-            SimpleNamespace(layout=None, partial=True, asked=False, label="") for _ in jaxpr.outvars
+            SimpleNamespace(layout=None, partial=True, asked=False, label="", array=False)
+            for _ in jaxpr.outvars
         ]
         self.graph: Graph = build(
             closed, mesh, given, given, results, lambda _: joint((R,)), {},
@@ -102,7 +103,7 @@ class _Search:
 
     def _choose(self, rows: Rows, operand: int) -> Iterator[Row]:
         if operand == len(self.graph.inputs):
-            yield self._row(rows)
+            yield self._row(self._quiet(rows))
             return
         node = self.graph.inputs[operand]
         for option in rows[node]:
@@ -119,7 +120,24 @@ class _Search:
             min((placed(r.inputs[0]) for r in rows[n]), key=lambda p: (p != R, str(p)))
             for n in self.graph.outputs
         )
-        return Row(ins, outs)
+        kinds = {kind for n in self.graph.nodes for kind in self._sent(n, rows[n])}
+        return Row(ins, outs, " and ".join(sorted(kinds)))
+
+    def _quiet(self, rows: Rows) -> Rows:
+        """Without the rows that send something, where others do."""
+        for node in (n for n in self.graph.nodes if n.name in SENDS):
+            sizes = self.labels.sizes
+            quiet = [r for r in rows[node] if not communication_inside(node, r, sizes)]
+            if 0 < len(quiet) < len(rows[node]):
+                rows = self._narrowed({**rows, node: quiet}, self._users(node)) or rows
+        return rows
+
+    def _sent(self, node: Node, rows: Sequence[JointRow]) -> set[str]:
+        """The kinds of collectives that an equation has in all the rows that are left to it."""
+        if node.name not in SENDS:
+            return set()
+        found = [communication_inside(node, row, self.labels.sizes) for row in rows]
+        return {sent.kind for several in found for sent in several} if all(found) else set()
 
     def _users(self, node: Node) -> list[Node]:
         return [user for v in node.outputs for user, _ in v.uses]

@@ -128,7 +128,7 @@ def _make(
     fun: Callable[..., Any], static: dict[str, Any], args: Sequence[Any], tree: Any
 ) -> _Operation:
     from dtorchjax.arguments import to_layout
-    from dtorchjax.dtensor import DTensor
+    from dtorchjax.dtensor import DTensor, padding_of
     from dtorchjax.program import Wanted, layout_as_it_lies, make_program, shape_of, whole_aval
 
     meshes = list(dict.fromkeys(x.layout.mesh for x in args if _is_dtensor(x)))
@@ -160,7 +160,10 @@ def _make(
 
     def wrapper(layout: Layout, shape: tuple[int, ...]) -> Callable[[Any], Any]:
         # under jax.grad a loss must be an array, not a pytree of one
-        return (lambda x: x) if traced and not shape else (lambda x: DTensor(x, layout))
+        if traced and not shape:
+            return lambda x: x
+        padded = padding_of(layout, shape)
+        return lambda x: DTensor(x, layout, padded)
 
     wrap = [
         wrapper(layout, aval.shape)
@@ -178,7 +181,8 @@ def _kind(x: Any) -> Any:
     """What a program depends on of an operand; None for a tree."""
     if isinstance(x, Operators):
         storage = x.storage
-        return x.layout, storage.shape, storage.dtype, isinstance(storage, _jax.Tracer)
+        traced = isinstance(storage, _jax.Tracer)
+        return x.layout, x.padded, storage.shape, storage.dtype, traced
     if isinstance(x, NUMBERS):
         return type(x)
     if isinstance(x, jax.Array):
@@ -353,6 +357,7 @@ class Operators:
     if TYPE_CHECKING:  # what the subclass has
         storage: Any
         layout: Layout
+        padded: Any
         shape: Any
 
         def to_array(self) -> jax.Array: ...

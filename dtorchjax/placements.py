@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dtorchjax.errors import PlacementError
+from dtorchjax.parts import Cut, is_even, lengths, stored_length
 
 REDUCTIONS = ("sum", "max", "min", "prod")
 
@@ -40,8 +41,9 @@ class Replicate(Placement):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Shard(Placement):
-    """Dim `dim` is cut into equal parts, one per device along the axis. Written `S0`, `S-1`.
+    """Dim `dim` is cut into parts, one per device along the axis. Written `S0`, `S-1`.
 
+    Of n rows on k devices, each holds ceil(n / k); the last ones hold fewer, or none.
     With `blocks=k` (written `S0/2`) the dim is `k` equal blocks, each cut by itself: what joining
     sharded halves gives (a fused qkv kernel).
     """
@@ -160,6 +162,11 @@ class Joint(NamedTuple):
         found = self.placements
         return tuple(a for a in self.order if isinstance(p := found[a], Shard) and p.dim == dim)
 
+    def cuts_on(self, dim: int, sizes: Sequence[int]) -> list[Cut]:
+        """How `dim` is cut, major axis first."""
+        found = self.placements
+        return [Cut(sizes[a], found[a].blocks) for a in self.axes_on(dim)]  # type: ignore[attr-defined]
+
     def partial_axes(self) -> tuple[int, ...]:
         return tuple(a for a, p in enumerate(self.placements) if isinstance(p, Partial))
 
@@ -197,12 +204,22 @@ def joint(placements: Sequence[Placement], order: Sequence[int] | None = None) -
 
 
 def local_shape(shape: Sequence[int], where: Joint, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The shape that one device holds; dims divide evenly (see `divides`)."""
-    parts = [1] * len(shape)
-    for placement, size in zip(where.placements, sizes, strict=True):
-        if isinstance(placement, Shard):
-            parts[placement.dim] *= size
-    return tuple(n // k if k > 1 else n for n, k in zip(shape, parts, strict=True))
+    """The shape that one device holds, with its padding where dims do not divide."""
+    return tuple(lengths(n, where.cuts_on(d, sizes))[-1] for d, n in enumerate(shape))
+
+
+def stored_shape(shape: Sequence[int], where: Joint, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The shape of all devices' parts together, with their padding."""
+    return tuple(stored_length(n, where.cuts_on(d, sizes)) for d, n in enumerate(shape))
+
+
+def is_plain(shape: Sequence[int], where: Joint, sizes: Sequence[int]) -> bool:
+    """True if the parts one after the other are the array: no padding, no blocks."""
+    cuts = [where.cuts_on(d, sizes) for d in range(len(shape))]
+    return all(
+        all(cut.blocks == 1 for cut in on) and is_even(n, on)
+        for n, on in zip(shape, cuts, strict=True)
+    )
 
 
 SYMBOLIC = 1024
@@ -224,16 +241,73 @@ def is_multiple(n: Any, parts: int) -> bool:
 
 
 def divides(shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int]) -> bool:
-    """True if every sharded dim is a positive multiple of its number of parts."""
+    """True if every sharded dim is a positive multiple of its number of parts, without blocks."""
+    if any(isinstance(p, Shard) and p.blocks > 1 for p in placements):
+        return False
     parts: dict[int, int] = {}
     for placement, size in zip(placements, sizes, strict=True):
         if isinstance(placement, Shard):
-            parts[placement.dim] = parts.get(placement.dim, 1) * size * placement.blocks
+            parts[placement.dim] = parts.get(placement.dim, 1) * size
     return all(
         d < len(shape) and (not isinstance(shape[d], int) or shape[d] > 0)
         and is_multiple(shape[d], n)
         for d, n in parts.items()
     )  # fmt: skip
+
+
+class Allowed(NamedTuple):
+    """By the size of a dim: which are cut into parts that are not equal, which into blocks.
+
+    A program knows those that occur in it, so that others need not be planned for.
+    """
+
+    uneven: frozenset[int] = frozenset()
+    blocks: frozenset[tuple[int, int]] = frozenset()
+    """(size of a dim, blocks)"""
+
+    def shards(self, dim: int, n: Any) -> list[Shard]:
+        """The placements that cut a dim of this size."""
+        found = [Shard(dim)] if not isinstance(n, int) or n > 1 or n in self.uneven else []
+        return found + [Shard(dim, k) for size, k in sorted(self.blocks) if size == n]
+
+    def admits(self, shape: Sequence[int], where: Joint, sizes: Sequence[int]) -> bool:
+        """True if every dim that is cut may be cut so."""
+        for dim, n in enumerate(shape):
+            cuts = where.cuts_on(dim, sizes)
+            if not cuts:
+                continue
+            if any(b > 1 and (n, b) not in self.blocks for _, b in cuts):
+                return False
+            if not isinstance(n, int):
+                if not is_multiple(n, math.prod(cut.count for cut in cuts)):
+                    return False
+                continue
+            try:
+                if not (n > 0 and is_even(n, cuts)) and n not in self.uneven:
+                    return False
+            except ValueError:  # blocks that are not equal
+                return False
+        return True
+
+    def __or__(self, other: Allowed) -> Allowed:  # type: ignore[override]
+        return Allowed(self.uneven | other.uneven, self.blocks | other.blocks)
+
+
+EVEN = Allowed()
+
+
+def allowed_by(wheres: Iterable[tuple[Sequence[int], Joint]], sizes: Sequence[int]) -> Allowed:
+    """What must be allowed for arrays of these shapes to lie so, and for each of their blocks."""
+    uneven, blocks = set(), set()
+    for shape, where in wheres:
+        for dim, n in enumerate(shape):
+            cuts = where.cuts_on(dim, sizes)
+            if not cuts or not isinstance(n, int):
+                continue
+            blocks |= {(n, cut.blocks) for cut in cuts if cut.blocks > 1}
+            if not is_even(n, cuts) or n == 0:
+                uneven |= {n, *(n // cut.blocks for cut in cuts)}
+    return Allowed(frozenset(uneven), frozenset(blocks))
 
 
 def kinds_of(placements: Iterable[Placement]) -> set[str]:
@@ -293,8 +367,8 @@ class Layout:
 
         P on an axis of size 1 becomes R.
 
-        Raises PlacementError for a dim that does not exist, a dim that does not divide by the
-        number of its parts, and `blocks` (not supported yet).
+        Raises PlacementError for a dim that does not exist, a symbolic dim that is not known to
+        divide by the number of its parts, and a dim that is not so many equal `blocks`.
         """
         rank = len(shape)
         found: list[Placement] = []
@@ -307,26 +381,25 @@ class Layout:
                     raise PlacementError(
                         f"{what} of shape {tuple(shape)} has no dim {p.dim} to shard on {name!r}"
                     )
-                if p.blocks > 1:
-                    raise PlacementError(f"{what}: {p} on {name!r}: blocks are not supported yet")
-                p = Shard(dim)
+                p = Shard(dim, p.blocks)
             found.append(p)
         layout = Layout(self.mesh, tuple(found), self.order)
         for dim in range(rank):
             axes = layout.joint.axes_on(dim)
             parts = math.prod(self.sizes[a] for a in axes)
-            if parts > 1 and (not is_multiple(shape[dim], parts) or shape[dim] == 0):
+            if not isinstance(shape[dim], int) and not is_multiple(shape[dim], parts):
                 names = ", ".join(f"{self.mesh.axis_names[a]}={self.sizes[a]}" for a in axes)
-                if not isinstance(shape[dim], int):
-                    raise PlacementError(
-                        f"{what} of shape {tuple(shape)}: dim {dim} is not known to divide into "
-                        f"{parts} parts ({names}): write it as a multiple in symbolic_shape, "
-                        f"'{parts}*{shape[dim]}' (of all mesh axes that may share it)"
-                    )
                 raise PlacementError(
-                    f"{what} of shape {tuple(shape)}: dim {dim} of size {shape[dim]} does not "
-                    f"divide into {parts} parts ({names}); uneven dims are not supported yet"
+                    f"{what} of shape {tuple(shape)}: dim {dim} is not known to divide into "
+                    f"{parts} parts ({names}): write it as a multiple in symbolic_shape, "
+                    f"'{parts}*{shape[dim]}' (of all mesh axes that may share it)"
                 )
+            try:
+                lengths(shape[dim], layout.joint.cuts_on(dim, self.sizes))
+            except ValueError as error:
+                raise PlacementError(
+                    f"{what} of shape {tuple(shape)}, dim {dim} placed as {layout}: {error}"
+                ) from None
         return layout
 
     def named(self) -> dict[str, str]:

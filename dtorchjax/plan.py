@@ -156,20 +156,21 @@ def _row_costs(node: Node, labels: Labels) -> np.ndarray:
     )
     costs = [cost.row_cost(work, outs, r, labels.sizes) for r in rows]
     for i, row in enumerate(rows):
-        for sent in communication_inside(node, row):
+        for sent in communication_inside(node, row, labels.sizes):
             slow = max(labels.speeds.slowness[a] for a in sent.axes)
             costs[i] += (sent.bytes * slow + labels.speeds.latency) * sent.times
     return np.array(costs) * node.scope.weight
 
 
-def communication_inside(node: Node, row: JointRow) -> Sequence[Any]:
-    """The collectives that the body of a dfunction makes in this row."""
-    inside = (
-        getattr(find_rule(node.name), "communication", None) if node.kind == "equation" else None
-    )
+def communication_inside(node: Node, row: JointRow, sizes: tuple[int, ...]) -> Sequence[Any]:
+    """The collectives that an equation's own program makes in this row."""
+    if node.kind != "equation":
+        return ()
+    inside = getattr(find_rule(node.name), "communication", None)
     if inside is None:
         return ()
-    return inside([v.aval for v in node.inputs], node.params, row.inputs, row.outputs)
+    ins, outs = [v.aval for v in node.inputs], [v.aval for v in node.outputs]
+    return inside(node.eqn.primitive, ins, outs, node.params, *row, sizes)
 
 
 # ---- the plan ------------------------------------------------------------------------------------
@@ -277,7 +278,7 @@ class Plan:
     def _inside(self, node: Node) -> Iterable[Collective]:
         """The collectives of an equation's own program."""
         body = node.params.get("body")
-        for sent in communication_inside(node, self.rows[node]):
+        for sent in communication_inside(node, self.rows[node], self.sizes):
             yield Collective(
                 kind=sent.kind,
                 axes=tuple(self.mesh.axis_names[a] for a in sent.axes),
@@ -285,9 +286,16 @@ class Plan:
                 times=int(node.scope.times) * sent.times,
                 primitive=node.title,
                 where=str(node.where or ""),
-                why=f"inside `{body.name}`" if body else "a reduction that is settled here",
+                why=f"inside `{body.name}`" if body else self._own_way(node),
                 seconds=seconds(sent.bytes, sent.axes, self.mesh),
             )
+
+    def _own_way(self, node: Node) -> str:
+        """What an equation's own program is for."""
+        if node.name == "settled":
+            return "a reduction that is settled here"
+        ins, outs = (", ".join(map(str, side)) for side in self.rows[node])
+        return f"inside {node.title} for {ins} -> {outs}"
 
     def _values_of(self, scope: Scope) -> Iterable[Value]:
         return (v for v in self.moves if v.scope is scope)
@@ -449,7 +457,7 @@ def _all_replicated(graph: Graph, sizes: tuple[int, ...]) -> dict[Node, JointRow
         n_in, n_out = len(node.inputs), len(node.outputs)
         if node.kind == "equation":
             row = whole_row(signature(node).rows, n_in, n_out)
-            sides = [tuple(joint((p,) * len(sizes)) for p in side) for side in row]
+            sides = [tuple(joint((p,) * len(sizes)) for p in side) for side in row[:2]]
         else:
             where = next((kept[v] for v in node.inputs if v in kept), whole)
             sides = [(where,) * n_in, (where,) * n_out]

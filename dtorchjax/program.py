@@ -16,7 +16,7 @@ from dtorchjax import _jax
 from dtorchjax.annotate import asked_placements
 from dtorchjax.arguments import layout_of_sharding, to_layout
 from dtorchjax.checking import raise_found
-from dtorchjax.dtensor import DTensor, sharding
+from dtorchjax.dtensor import DTensor, sharding, stored
 from dtorchjax.errors import PlacementError
 from dtorchjax.graph import Graph, build
 from dtorchjax.limit import plan_within
@@ -30,13 +30,14 @@ from dtorchjax.strict import explain_mismatch
 class Wanted(NamedTuple):
     """Where a result should lie: None if the plan may choose; whether the user said so; a name.
 
-    `partial`: the plan may choose a partial result.
+    `partial`: the plan may choose a partial result; `array`: it must lie as a jax.Array can.
     """
 
     layout: Layout | None
     asked: bool = False
     label: str = "the result"
     partial: bool = False
+    array: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -338,7 +339,7 @@ def storage_of(x: Any, layout: Layout) -> Any:
     target = sharding(layout, np.ndim(x))
     if isinstance(x, jax.Array) and x.sharding == target:
         return x
-    return jax.device_put(x, target)
+    return jax.device_put(stored(x, layout), target)
 
 
 def _constant_layout(mesh: Mesh, x: Any) -> Any:

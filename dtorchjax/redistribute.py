@@ -23,25 +23,31 @@ from jax import numpy as jnp
 
 from dtorchjax.chips import Speeds, simulated
 from dtorchjax.cost import IMPOSSIBLE, LOCAL_COPY
+from dtorchjax.parts import join, lengths, spread
 from dtorchjax.placements import (
+    EVEN,
+    Allowed,
     Joint,
     Partial,
     Placement,
     R,
     Replicate,
     Shard,
-    divides,
     elements,
+    is_plain,
     joint,
     kinds_of,
+    local_shape,
 )
+from dtorchjax.registry import linear_position
 
 
 class Move(NamedTuple):
     """One step: `kind` over mesh `axes` (major first), on `dim` (and `to_dim` for an all-to-all).
 
     kinds: "slice", "mask" (R -> P: all but the first device hold zeros), "all-gather",
-    "all-to-all", "all-reduce", "reduce-scatter", "permute"; `op` is the reduction.
+    "all-to-all", "all-reduce", "reduce-scatter", "permute"; `op` is the reduction. `padding` is how
+    much longer the buffer is than the part before the move, where a dim must be padded to be cut.
     """
 
     kind: str
@@ -51,6 +57,7 @@ class Move(NamedTuple):
     dim: int = -1
     to_dim: int = -1
     op: str = "sum"
+    padding: float = 1.0
 
     def sent(self, sizes: Sequence[int]) -> float:
         """Bytes that one device sends, as a multiple of the bytes of its part before the move."""
@@ -62,9 +69,9 @@ class Move(NamedTuple):
             "mask": 0.0,
             "empty": 0.0,
             "all-gather": n - 1,
-            "all-to-all": (n - 1) / n,
+            "all-to-all": (n - 1) / n * self.padding,
             "all-reduce": 2 * (n - 1) / n,
-            "reduce-scatter": (n - 1) / n,
+            "reduce-scatter": (n - 1) / n * self.padding,
             "permute": 1.0,
         }[self.kind]
 
@@ -73,19 +80,25 @@ class Move(NamedTuple):
         return self.kind not in ("slice", "mask", "empty")
 
 
-def states(shape: Sequence[int], kinds: Sequence[str], sizes: Sequence[int]) -> list[Joint]:
-    """All joint placements of an array: R, S of dims that divide, P of `kinds`; all axis orders.
+def states(
+    shape: Sequence[int], kinds: Sequence[str], sizes: Sequence[int], allowed: Allowed = EVEN
+) -> list[Joint]:
+    """All joint placements of an array: R, S of dims that divide (or are `allowed` not to), P of
+    `kinds`; all axis orders.
 
     Mesh axes of size 1 are always R.
     """
-    choices: list[Placement] = [R, *(Shard(d) for d in range(len(shape)))]
+    choices: list[Placement] = [R]
+    for dim, n in enumerate(shape):
+        choices += allowed.shards(dim, n)
     choices += [Partial(kind) for kind in kinds]
     per_axis = [choices if size > 1 else [R] for size in sizes]
     return [
         where
         for placements in itertools.product(*per_axis)
-        if divides(shape, placements, sizes) and len(kinds_of(placements)) < 2
+        if len(kinds_of(placements)) < 2
         for where in orders(placements)
+        if allowed.admits(shape, where, sizes)
     ]
 
 
@@ -109,31 +122,37 @@ def _merge(order: Sequence[int], group: Sequence[int], others: Sequence[int]) ->
     return [a if a in others else next(rest) for a in order]
 
 
-def moves_from(source: Joint, rank: int, sizes: Sequence[int]) -> Iterator[Move]:
-    """Every move out of a state but permutes, to states that need not exist."""
-    found = source.placements
+def moves_from(
+    source: Joint, shards: Sequence[Sequence[Shard]], sizes: Sequence[int]
+) -> Iterator[Move]:
+    """Every move out of a state but permutes, to states that need not exist.
+
+    `shards` has the ways to cut each dim.
+    """
+    found, rank = source.placements, len(shards)
 
     def change(axes: Sequence[int], to: Placement) -> list[Placement]:
         return [to if a in axes else p for a, p in enumerate(found)]
 
-    def append(axes: Sequence[int], dim: int) -> Joint:
-        """`axes` become the minor axes of `dim`."""
+    def append(axes: Sequence[int], to: Shard) -> Joint:
+        """`axes` become the minor axes of a dim."""
         order = [a for a in source.order if a not in axes]
-        return joint(change(axes, Shard(dim)), [*order, *axes])
+        return joint(change(axes, to), [*order, *axes])
 
     for axis, p in enumerate(found):
         if isinstance(p, Replicate) and sizes[axis] > 1:
             for dim in range(rank):
-                yield Move("slice", (axis,), source, append((axis,), dim), dim)
+                for to in shards[dim]:
+                    yield Move("slice", (axis,), source, append((axis,), to), dim)
             yield Move("mask", (axis,), source, joint(change((axis,), Partial()), source.order))
     for dim in range(rank):
         on = source.axes_on(dim)
         for first in range(len(on)):
             minor = on[first:]
             yield Move("all-gather", minor, source, joint(change(minor, R), source.order), dim)
-            for to in range(rank):
-                if to != dim:
-                    yield Move("all-to-all", minor, source, append(minor, to), dim, to)
+            for to in itertools.chain(*shards):
+                if to.dim != dim:
+                    yield Move("all-to-all", minor, source, append(minor, to), dim, to.dim)
     by_op: dict[str, list[int]] = {}
     for axis in source.partial_axes():
         by_op.setdefault(found[axis].op, []).append(axis)  # type: ignore[attr-defined]
@@ -144,10 +163,9 @@ def moves_from(source: Joint, rank: int, sizes: Sequence[int]) -> Iterator[Move]
                 yield Move("all-reduce", group, source, target, op=op)
                 if op == "sum":
                     for major_first in itertools.permutations(group):
-                        for dim in range(rank):
-                            yield Move(
-                                "reduce-scatter", major_first, source, append(major_first, dim), dim
-                            )
+                        for to in itertools.chain(*shards):
+                            target = append(major_first, to)
+                            yield Move("reduce-scatter", major_first, source, target, to.dim)
 
 
 @dataclasses.dataclass(eq=False)
@@ -164,16 +182,21 @@ class _Moves:
 
 @functools.lru_cache(maxsize=512)
 def _moves(
-    rank: int, legal: tuple[Joint, ...], sizes: tuple[int, ...], slowness: tuple[float, ...]
-) -> _Moves:
+    rank: int, legal: tuple[Joint, ...], sizes: tuple[int, ...], slowness: tuple[float, ...],
+    shape: tuple[int, ...] | None = None,
+) -> _Moves:  # fmt: skip
+    """`shape` where some states have padding or blocks: sizes then do not divide out."""
     index = {s: i for i, s in enumerate(legal)}
     n = len(legal)
-    part = np.array(
-        [
+    if shape is None:
+        parts = [
             1.0 / math.prod(sizes[a] for a, p in enumerate(s.placements) if isinstance(p, Shard))
             for s in legal
         ]
-    )
+    else:
+        whole = max(elements(shape), 1)
+        parts = [elements(local_shape(shape, s, sizes)) / whole for s in legal]
+    part = np.array(parts)
     sent, steps = np.full((n, n), np.inf), np.zeros((n, n))
     moves: dict[tuple[int, int], Move] = {}
 
@@ -183,20 +206,34 @@ def _moves(
         if (fraction, move.is_collective) < (sent[i, j], steps[i, j] if (i, j) in moves else 1):
             sent[i, j], steps[i, j], moves[i, j] = fraction, move.is_collective, move
 
+    shards: list[dict[Shard, None]] = [{} for _ in range(rank)]
+    for p in (p for s in legal for p in s.placements if isinstance(p, Shard)):
+        shards[p.dim][p] = None
     blocks: dict[Any, list[int]] = {}
     for i, s in enumerate(legal):
-        for move in moves_from(s, rank, sizes):
+        for move in moves_from(s, [list(on) for on in shards], sizes):
             j = index.get(move.target)
             if j is not None:
-                offer(i, j, move)
-        parts = tuple(math.prod(sizes[a] for a in s.axes_on(d)) for d in range(rank))
+                offer(i, j, move if shape is None else _padded(move, shape, sizes))
+        if shape is not None and not is_plain(shape, s, sizes):
+            continue  # axes in another order make other parts
+        held = tuple(math.prod(sizes[a] for a in s.axes_on(d)) for d in range(rank))
         partial = tuple(p if isinstance(p, Partial) else None for p in s.placements)
-        blocks.setdefault((parts, partial), []).append(i)
+        blocks.setdefault((held, partial), []).append(i)
     for (_, partial), group in blocks.items():
         axes = tuple(a for a, n in enumerate(sizes) if n > 1 and partial[a] is None)
         for i, j in itertools.permutations(group, 2):
             offer(i, j, Move("permute", axes, legal[i], legal[j]))
     return _Moves(list(legal), index, moves, part, sent, steps)
+
+
+def _padded(move: Move, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Move:
+    dim = {"all-to-all": move.to_dim, "reduce-scatter": move.dim}.get(move.kind)
+    if dim is None:
+        return move
+    before, after = (local_shape(shape, s, sizes)[dim] for s in (move.source, move.target))
+    count = math.prod(sizes[a] for a in move.axes)
+    return move._replace(padding=after * count / max(before, 1))
 
 
 @dataclasses.dataclass(eq=False)
@@ -235,14 +272,16 @@ class Table:
 @functools.lru_cache(maxsize=4096)
 def table(
     shape: tuple[int, ...], itemsize: int, kinds: tuple[str, ...], sizes: tuple[int, ...],
-    speeds: Speeds | None = None,
+    speeds: Speeds | None = None, allowed: Allowed = EVEN,
 ) -> Table:  # fmt: skip
     """The table of cheapest paths for arrays of this shape, with partial states of `kinds`.
 
-    Without `speeds`, for the simulated CPU.
+    Without `speeds`, for the simulated CPU. `allowed` are placements with padding or blocks.
     """
     speeds = speeds or simulated(len(sizes))
-    plain = _moves(len(shape), tuple(states(shape, kinds, sizes)), sizes, speeds.slowness)
+    legal = tuple(states(shape, kinds, sizes, allowed))
+    even = all(is_plain(shape, where, sizes) for where in legal)
+    plain = _moves(len(shape), legal, sizes, speeds.slowness, None if even else shape)
     nbytes = elements(shape) * itemsize
     copied = LOCAL_COPY * nbytes * np.minimum(plain.part[:, None], plain.part[None, :])
     direct = np.isfinite(plain.sent)
@@ -282,14 +321,6 @@ def local_table(legal: tuple[Joint, ...], aval: Any) -> Table:
 
 
 # ---- moves as local programs ---------------------------------------------------------------------
-
-
-def position(axes: Sequence[int], names: Sequence[str], sizes: Sequence[int]) -> Any:
-    """This device's coordinate along several mesh axes, major first."""
-    index: Any = 0
-    for axis in axes:
-        index = index * sizes[axis] + lax.axis_index(names[axis])
-    return index
 
 
 def permutation(source: Joint, target: Joint, axes: Sequence[int], sizes: Sequence[int]) -> list:
@@ -337,27 +368,46 @@ def reduce_extreme(x: Any, over: tuple[str, ...], op: str) -> Any:
     return lax.bitcast_convert_type(flip(reduction(ordered, over)), x.dtype)
 
 
-def apply_move(x: Any, move: Move, names: Sequence[str], sizes: Sequence[int]) -> Any:
-    """Run one move on a device's part `x`, inside shard_map."""
+def apply_move(
+    x: Any, move: Move, names: Sequence[str], sizes: Sequence[int], shape: Sequence[int]
+) -> Any:
+    """Run one move on a device's part `x` of an array of (global) `shape`, inside shard_map."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = apply_move(jax.random.key_data(x), move, names, sizes)
+        data = apply_move(jax.random.key_data(x), move, names, sizes, shape)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     if x.dtype == jnp.bool_ and move.kind in ("all-reduce", "mask", "reduce-scatter"):
-        return apply_move(x.astype(jnp.uint8), move, names, sizes).astype(jnp.bool_)
+        return apply_move(x.astype(jnp.uint8), move, names, sizes, shape).astype(jnp.bool_)
+    if x.size == 0 and move.is_collective:  # which XLA does not take
+        return jnp.zeros(local_shape(shape, move.target, sizes), x.dtype)
     over = tuple(names[a] for a in move.axes)
+
+    def cut(dim: int) -> Any:
+        """`dim` in one part after the other for the devices of these axes, its minor ones."""
+        return spread(x, dim, move.target.cuts_on(dim, sizes)[-len(move.axes) :], jnp)
+
+    def joined(x: Any) -> Any:
+        """The parts along `move.dim` that came from the devices of these axes, as one."""
+        cuts = move.source.cuts_on(move.dim, sizes)
+        before = lengths(shape[move.dim], cuts)[-len(move.axes) - 1]
+        return join(x, move.dim, before, cuts[-len(move.axes) :], jnp)
+
     if move.kind == "slice":
+        x = cut(move.dim)
         size = x.shape[move.dim] // math.prod(sizes[a] for a in move.axes)
-        start = position(move.axes, names, sizes) * size
+        start = linear_position(move.axes, names, sizes) * size
         return lax.dynamic_slice_in_dim(x, start, size, move.dim)
     if move.kind == "mask":
-        first = position(move.axes, names, sizes) == 0
+        first = linear_position(move.axes, names, sizes) == 0
         return jnp.where(first, x, jnp.zeros_like(x))
     if move.kind == "all-gather":
-        return lax.all_gather(x, over, axis=move.dim, tiled=True)
+        return joined(lax.all_gather(x, over, axis=move.dim, tiled=True))
     if move.kind == "all-to-all":
-        return lax.all_to_all(x, over, split_axis=move.to_dim, concat_axis=move.dim, tiled=True)
+        x = cut(move.to_dim)
+        return joined(
+            lax.all_to_all(x, over, split_axis=move.to_dim, concat_axis=move.dim, tiled=True)
+        )
     if move.kind == "reduce-scatter":
-        return lax.psum_scatter(x, over, scatter_dimension=move.dim, tiled=True)
+        return lax.psum_scatter(cut(move.dim), over, scatter_dimension=move.dim, tiled=True)
     if move.kind == "permute":
         return lax.ppermute(x, over, permutation(move.source, move.target, move.axes, sizes))
     if move.op == "prod":

@@ -7,13 +7,19 @@ knows of cost. Names are the primitives' own: "dot_general", "scatter-add".
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+from jax import lax
+from jax import numpy as jnp
+
 from dtorchjax.errors import PlacementError
+from dtorchjax.exchange import Span, spans, window
 from dtorchjax.notation import (
     Dims,
     PlacementSignature,
@@ -21,7 +27,10 @@ from dtorchjax.notation import (
     parse_sentence,
     sentence_rows,
 )
-from dtorchjax.placements import Joint, Partial, local_shape
+from dtorchjax.padding import filled
+from dtorchjax.parts import lengths, rows_of
+from dtorchjax.placements import Allowed, Joint, Partial, local_shape
+from dtorchjax.sent import Sent, collectives_of
 
 RULES: dict[str, Any] = {}
 """Primitive name -> its rule. Declared once: a second declaration raises, naming both places."""
@@ -34,6 +43,12 @@ REFUSALS: dict[str, str] = {}
 
 OPS: dict[str, Any] = {}
 """Operator name -> operator. Once, too."""
+
+KNOWS: dict[str, tuple[bool, bool]] = {}
+"""Primitive name -> whether its local program knows parts that are not full, and blocks."""
+
+SENDS: set[str] = set()
+"""Primitives whose local programs have collectives of their own, in rows that name them."""
 
 LocalProgram = Callable[..., Any]
 
@@ -55,6 +70,35 @@ class Rule:
     monotone: bool = False
     when: Callable[..., bool] | None = None
     place: str = ""
+
+    def allowed(self, found: Allowed) -> Allowed:
+        """What of the placements that occur in a program this primitive can take."""
+        uneven, blocks = KNOWS.get(self.name, (True, True))
+        return Allowed(
+            found.uneven if uneven else frozenset(), found.blocks if blocks else frozenset()
+        )
+
+    def communication(
+        self, primitive: Any, in_avals: Sequence[Any], out_avals: Sequence[Any],
+        params: dict[str, Any], inputs: Sequence[Joint], outputs: Sequence[Joint],
+        sizes: tuple[int, ...],
+    ) -> list[Sent]:  # fmt: skip
+        """The collectives of the local program in these placements, read from a trace."""
+        if self.name not in SENDS:
+            return []
+        names = [f"axis {a}" for a in range(len(sizes))]
+        call = LocalCall(
+            primitive, params, in_avals, out_avals, inputs, outputs, sizes,
+            lambda axes: linear_position(axes, names, sizes), names,
+        )  # fmt: skip
+        parts = [jax.ShapeDtypeStruct(call.in_shape(i), a.dtype) for i, a in enumerate(in_avals)]
+        found = collectives_of(
+            functools.partial(LOCALS[self.name], call), parts, list(zip(names, sizes, strict=True))
+        )
+        return [
+            Sent(kind, tuple(names.index(n) for n in over), nbytes, times)
+            for kind, over, nbytes, times in found
+        ]
 
     def signature(
         self, in_avals: Sequence[Any], out_avals: Sequence[Any], params: dict[str, Any]
@@ -97,12 +141,14 @@ def _letter(operand: int) -> str:
 
 
 def summable(placement: Any, aval: Any) -> bool:
-    """Truth values have a max and a min but no sum; keys have none of them."""
+    """Truth values have a max and a min but no sum, complex numbers the reverse; keys none."""
     if not isinstance(placement, Partial):
         return True
     name = str(aval.dtype)
     if name == "bool":
         return placement.op in ("max", "min")
+    if name.startswith("complex"):
+        return placement.op in ("sum", "prod")
     return not name.startswith("key<")
 
 
@@ -186,10 +232,16 @@ def elementwise_sentence(operands: Sequence[Dims], out: Sequence[Dims]) -> str:
     return f"{', '.join(words)} -> {', '.join([str(result)] * len(out))}"
 
 
-def local(names: str) -> Callable[[LocalProgram], LocalProgram]:
+def local(
+    names: str, uneven: bool = False, blocks: bool = False, sends: bool = False
+) -> Callable[[LocalProgram], LocalProgram]:
     """Declare what one device computes: `def _(call, *operands): return call.bind(*operands, ...)`.
 
-    `call` is a `LocalCall`; the operands are one device's parts.
+    `call` is a `LocalCall`; the operands are one device's parts. `uneven`: it also knows parts that
+    end in padding, whose place is `call.span`. What a row sums up is filled there with zeros (or
+    what else does not count) before it runs; other padding may hold anything. `blocks`: it knows
+    parts of several blocks. Without these, such placements are not used. `sends`: in rows that say
+    `by ...` it has collectives, over `call.names`.
     """
 
     def declare(program: LocalProgram) -> LocalProgram:
@@ -197,6 +249,9 @@ def local(names: str) -> Callable[[LocalProgram], LocalProgram]:
             if name in LOCALS:
                 raise PlacementError(f"primitive {name!r} has a local program already")
             LOCALS[name] = program
+            KNOWS[name] = uneven, blocks
+            if sends:
+                SENDS.add(name)
         return program
 
     return declare
@@ -214,7 +269,8 @@ def refuse(names: str, because: str) -> None:
 class LocalCall:
     """What a local program may ask: parameters, whole shapes, placements, where this device is.
 
-    `position(axes)` is this device's coordinate along mesh axes (major first), a traced integer.
+    `position(axes)` is this device's coordinate along mesh axes (major first), a traced integer;
+    `names` are the mesh axes' names, for collectives.
     """
 
     primitive: Any
@@ -225,6 +281,7 @@ class LocalCall:
     outputs: Sequence[Joint]
     sizes: Sequence[int]
     position: Callable[[tuple[int, ...]], Any]
+    names: Sequence[str] = ()
 
     def in_shape(self, operand: int) -> tuple[int, ...]:
         return local_shape(self.in_avals[operand].shape, self.inputs[operand], self.sizes)
@@ -237,9 +294,61 @@ class LocalCall:
         axes = where.axes_on(dim)
         return (self.position(axes) if axes else 0), math.prod(self.sizes[a] for a in axes)
 
+    def axis_names(self, axes: Sequence[int]) -> list[str]:
+        return [self.names[a] for a in axes]
+
+    def spans(self, where: Joint, shape: Sequence[int], dim: int) -> list[Span]:
+        """The rows of every device along the axes that cut a dim without blocks."""
+        return spans(shape[dim], where.cuts_on(dim, self.sizes))
+
+    def window(
+        self, x: Any, operand: int, dim: int, starts: Sequence[int], length: int, fill: Any = 0
+    ) -> Any:
+        """Rows [starts[i], starts[i] + length) of a sharded dim of an operand, for device i."""
+        where, shape = self.inputs[operand], self.in_avals[operand].shape
+        axes = where.axes_on(dim)
+        held, names = self.spans(where, shape, dim), self.axis_names(axes)
+        return window(x, dim, held, starts, length, fill, names, self.position(axes))
+
+    def real(self, x: Any, operand: int, dim: int, op: str) -> Any:
+        """An operand whose padding along a sharded dim does not count in a reduction."""
+        where, shape = self.inputs[operand], self.in_avals[operand].shape
+        ops = [op if d == dim else None for d in range(len(shape))]
+        return filled(x, shape, where, self.sizes, self.position, ops)
+
+    def span(self, where: Joint, shape: Sequence[int], dim: int) -> tuple[Any, Any]:
+        """(first, count): rows [first, first + count) of `dim` lie here, at the front of the part.
+
+        Of a dim without blocks. `shape` is that of the whole array.
+        """
+        first, count = 0, shape[dim]
+        cuts = where.cuts_on(dim, self.sizes)
+        parts = lengths(shape[dim], cuts)[1:]
+        for axis, cut, m, part in zip(
+            where.axes_on(dim), cuts, lengths(shape[dim], cuts), parts, strict=False
+        ):
+            before = self.position((axis,)) * part
+            first = first + before
+            even = isinstance(count, int) and m == part * cut.count
+            count = part if even else jnp.clip(count - before, 0, part)
+        return first, count
+
+    def rows(self, where: Joint, shape: Sequence[int], dim: int) -> tuple[Any, Any]:
+        """(row of the whole `dim`, whether there is one) for every row of this device's part."""
+        cuts = where.cuts_on(dim, self.sizes)
+        return rows_of(shape[dim], cuts, [self.position((a,)) for a in where.axes_on(dim)], jnp)
+
     def bind(self, *operands: Any, **changed: Any) -> Any:
         """The primitive itself on local operands, with some parameters changed."""
         return self.primitive.bind(*operands, **{**self.params, **changed})
+
+
+def linear_position(axes: Sequence[int], names: Sequence[str], sizes: Sequence[int]) -> Any:
+    """This device's coordinate along several mesh axes, major first."""
+    index: Any = 0
+    for axis in axes:
+        index = index * sizes[axis] + lax.axis_index(names[axis])
+    return index
 
 
 def missing_rule(name: str) -> PlacementError:

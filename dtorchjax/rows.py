@@ -11,14 +11,19 @@ from dtorchjax.chips import Speeds, simulated
 from dtorchjax.classes import LARGE, representatives
 from dtorchjax.graph import Graph, Node, Value
 from dtorchjax.notation import PlacementSignature, Row
+from dtorchjax.parts import is_even
 from dtorchjax.placements import (
+    EVEN,
+    Allowed,
     Joint,
     Local,
     Partial,
     R,
     Replicate,
     Shard,
+    allowed_by,
     divides,
+    is_plain,
     joint,
     kinds_of,
 )
@@ -63,18 +68,23 @@ def joint_rows(
     in_avals: Sequence[Any],
     out_avals: Sequence[Any],
     sizes: tuple[int, ...],
+    allowed: Allowed = EVEN,
 ) -> list[JointRow]:
     """All products of one row per mesh axis in which every dim divides, in every axis order.
 
-    `rows` has a list of rows for each mesh axis.
+    `rows` has a list of rows for each mesh axis. A dim that is `allowed` to may have parts that are
+    not equal, or blocks, if all dims that the row cuts with it have its size: then the same rows of
+    each lie together.
     """
     avals = [*in_avals, *out_avals]
     n_in = len(in_avals)
     usable = [
         [
             row
-            for row in on_axis
-            if all(_fits(p, a) for p, a in zip(row.inputs + row.outputs, avals, strict=True))
+            for row in [*on_axis, *_in_blocks(on_axis, avals, allowed)]
+            if all(
+                _fits(p, a, allowed) for p, a in zip(row.inputs + row.outputs, avals, strict=True)
+            )
         ]
         if size > 1
         else [whole_row(on_axis, n_in, len(out_avals))]
@@ -83,12 +93,16 @@ def joint_rows(
     found: dict[JointRow, None] = {}
     for combination in itertools.product(*usable):
         columns = list(zip(*(row.inputs + row.outputs for row in combination), strict=True))
-        if not all(divides(a.shape, c, sizes) for a, c in zip(avals, columns, strict=True)):
-            continue
         if any(len(kinds_of(column)) > 1 for column in columns):
+            continue
+        even = all(divides(a.shape, c, sizes) for a, c in zip(avals, columns, strict=True))
+        if not even and allowed == EVEN:
             continue
         for order in _axis_orders(combination):
             placed = [joint(c, order) for c in columns]
+            sends = any(row.by for row in combination)
+            if not (even or lie_together(placed, avals, sizes, allowed, sends)):
+                continue
             found[JointRow(tuple(placed[:n_in]), tuple(placed[n_in:]))] = None
     return list(found)
 
@@ -101,11 +115,60 @@ def whole_row(rows: Iterable[Row], n_in: int, n_out: int) -> Row:
     return next(plain, Row((R,) * n_in, (R,) * n_out))
 
 
-def _fits(placement: Any, aval: Any) -> bool:
+def _fits(placement: Any, aval: Any, allowed: Allowed = EVEN) -> bool:
     if not isinstance(placement, Shard):
         return True
     n = aval.shape[placement.dim]
-    return not isinstance(n, int) or n > 1
+    return not isinstance(n, int) or n > 1 or n in allowed.uneven
+
+
+def _in_blocks(rows: Sequence[Row], avals: Sequence[Any], allowed: Allowed) -> list[Row]:
+    """The same rows with dims cut in blocks, where all that a row cuts have one size."""
+    found = []
+    for row in rows if allowed.blocks else ():
+        cut = [(p, a) for p, a in zip((*row.inputs, *row.outputs), avals) if isinstance(p, Shard)]
+        sizes = {a.shape[p.dim] for p, a in cut}
+        for n, blocks in allowed.blocks if len(sizes) == 1 else ():
+            if n in sizes and not row.by and all(p.blocks == 1 for p, _ in cut):
+                ins, outs = (
+                    tuple(Shard(p.dim, blocks) if isinstance(p, Shard) else p for p in side)
+                    for side in (row.inputs, row.outputs)
+                )
+                found.append(Row(ins, outs))
+    return found
+
+
+def lie_together(
+    placed: Sequence[Joint], avals: Sequence[Any], sizes: Sequence[int], allowed: Allowed,
+    sends: bool = False,
+) -> bool:  # fmt: skip
+    """True if each device has the same rows of all that is cut along one axis, or is sent them.
+
+    A row that cuts one dim in blocks, and another of the size of a block, speaks of each block.
+    """
+    pairs = [(a.shape, where) for a, where in zip(avals, placed, strict=True)]
+    if not all(allowed.admits(shape, where, sizes) for shape, where in pairs):
+        return False
+    if sends:  # a program that does not know blocks
+        return all(
+            len({c.blocks for c in where.cuts_on(d, sizes)}) < 2
+            for s, where in pairs
+            for d in range(len(s))
+        )
+    for axis in range(len(sizes)):
+        cut = [
+            (shape, where, p.dim)
+            for shape, where in pairs
+            if isinstance(p := where.placements[axis], Shard)
+        ]
+        ways = [(shape[d], where.cuts_on(d, sizes)) for shape, where, d in cut]
+        of_block = {
+            (n // on[0].blocks, *(c.count for c in on), len({c.blocks for c in on}))
+            for n, on in ways
+        }
+        if len(of_block) > 1 and not all(is_even(n, on) for n, on in ways):
+            return False
+    return True
 
 
 def _axis_orders(combination: Sequence[Row]) -> Iterable[tuple[int, ...]]:
@@ -141,6 +204,7 @@ class Labels:
         speeds: Speeds | None = None,
     ):
         self.graph, self.sizes = graph, sizes
+        self.allowed = _with_made(graph, allowed_by(_said(graph), sizes), sizes)
         self.current, self.free = current, free
         self.speeds = speeds or simulated(len(sizes))
         self.kinds: dict[Value, set[str]] = {}
@@ -222,7 +286,9 @@ class Labels:
             where = self._narrowed(node, list(local))
         else:
             kinds = self.kinds.get(inner, set()) if node.partial_allowed else set()
-            where = states(inner.aval.shape, tuple(sorted(kinds)), self.sizes)
+            where = states(inner.aval.shape, tuple(sorted(kinds)), self.sizes, self.allowed)
+            if node.as_array:
+                where = [w for w in where if is_plain(inner.aval.shape, w, self.sizes)]
             where = self._narrowed(node, where)
         n_in, n_out = len(node.inputs), len(node.outputs)
         if node.kind == "enter":
@@ -250,9 +316,10 @@ class Labels:
             whole = [JointRow(*row) for row in found]
             whole = [row for row in whole if self._is_partial_by_itself(node, row)]
             return [row for row in whole if _agrees(row, kept)] or whole
-        key = (rows, tuple(a.shape for a in ins), tuple(a.shape for a in outs))
+        allowed = getattr(find_rule(node.name), "allowed", lambda found: EVEN)(self.allowed)
+        key = (rows, tuple(a.shape for a in ins), tuple(a.shape for a in outs), allowed)
         if key not in self._rows:
-            self._rows[key] = joint_rows(rows, ins, outs, self.sizes)
+            self._rows[key] = joint_rows(rows, ins, outs, self.sizes, allowed)
         return self._rows[key]
 
     def _is_partial_by_itself(self, node: Node, row: JointRow) -> bool:
@@ -283,8 +350,46 @@ class Labels:
             given = (row.outputs[value.output] for row in self.of[value.producer])
             return local_table(tuple(dict.fromkeys([*local, *given])), aval)
         return table(
-            tuple(aval.shape), aval.dtype.itemsize, tuple(sorted(kinds)), self.sizes, self.speeds
-        )
+            tuple(aval.shape), aval.dtype.itemsize, tuple(sorted(kinds)), self.sizes, self.speeds,
+            self.allowed,
+        )  # fmt: skip
+
+
+def _said(graph: Graph) -> Iterable[tuple[Sequence[int], Joint]]:
+    """(shape, placement) of everything whose placement is given."""
+    for node in graph.nodes:
+        if node.fixed is not None:
+            (value,) = node.outputs[:1] or node.inputs[:1]
+            yield value.aval.shape, node.fixed
+
+
+def _with_made(graph: Graph, found: Allowed, sizes: tuple[int, ...]) -> Allowed:
+    """Also the blocks of dims to which equal parts are joined, and the sizes that programs make
+    which send rows: of a dim that divides, x[1:] does not.
+    """
+    uneven, blocks = set(found.uneven), set(found.blocks)
+    parts_of = [size for size in sizes if size > 1]
+
+    def divides(n: Any) -> bool:
+        return isinstance(n, int) and any(n % k == 0 for k in parts_of)
+
+    for node in graph.nodes:
+        for row in signature(node).rows if node.kind == "equation" else ():
+            if not row.by:
+                continue
+            pairs = zip((*row.inputs, *row.outputs), (*node.inputs, *node.outputs), strict=True)
+            cut = [v.aval.shape[p.dim] for p, v in pairs if isinstance(p, Shard)]
+            if any(divides(n) or n in uneven for n in cut):
+                uneven |= {n for n in cut if n > 1 and any(n % k for k in parts_of)}
+        if node.name == "concatenate" and len(node.inputs) > 1:
+            dim, count = node.params["dimension"], len(node.inputs)
+            parts = {v.aval.shape[dim] for v in node.inputs}
+            n = node.outputs[0].aval.shape[dim]
+            if len(parts) == 1 and isinstance(n, int):
+                blocks.add((n, count))
+                if not uneven.isdisjoint(parts):
+                    uneven.add(n)
+    return Allowed(frozenset(uneven), frozenset(blocks))
 
 
 def _agrees(row: JointRow, kept: Sequence[Row | None]) -> bool:

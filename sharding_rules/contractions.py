@@ -21,6 +21,21 @@ def _(x, y, *, dimension_numbers, **_):
     return f"{x}, {y} -> {x[bx]} {x.drop(bx, cx)} {y.drop(by, cy)}"
 
 
+@rule("ragged_dot_general", linear="0; 1", when=keeps_sums)
+def _(x, y, sizes, *, ragged_dot_dimension_numbers, **_):
+    """m! k, g! k n, g! -> m! n: rows of x by groups, each with a matrix of its own"""
+    n = ragged_dot_dimension_numbers
+    (cx, cy), (bx, by) = n.dot_dimension_numbers
+    ragged, groups = n.lhs_ragged_dimensions, n.rhs_group_dimensions
+    x = x.whole(*ragged)
+    y = y.shared([*by, *cy], x[[*bx, *cx]]).whole(*groups)
+    kept = f"{x[bx]} {x.drop(bx, cx)} {y.drop(by, cy, groups)}"
+    if set(ragged) & set(cx):  # each group sums a stretch of its own
+        kept = f"group! {kept}"
+    result = " ".join(word for word in kept.split() if word != "-")
+    return f"{x}, {y}, {sizes.whole(*range(len(sizes)))} -> {result or '-'}"
+
+
 @rule("conv_general_dilated", linear="each", when=keeps_sums)
 def _(x, kernel, *, dimension_numbers, feature_group_count, batch_group_count, **_):
     """b c x!, o c k! -> b o y!: channels contract; a window needs what lies beside it"""

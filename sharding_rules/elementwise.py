@@ -17,8 +17,9 @@ def is_integer(dtype) -> bool:
 
 
 elementwise(
-    """abs acos acosh asin atan2 atanh bessel_i0e bessel_i1e clz cos cosh digamma eq erf_inv erfc ge
-    gt igamma igamma_grad_a igammac integer_pow is_finite le lgamma log log1p log2 lt mulhi ne
+    """abs acos acosh asin atan2 atanh bessel_i0e bessel_i1e clz cos cosh digamma eq eq_to erf_inv
+    erfc ge gt igamma igamma_grad_a igammac integer_pow is_finite le le_to lgamma log log1p log2
+    lt lt_to mulhi ne threefry2x32
     nextafter one_minus_square polygamma polynomial population_count pow reduce_precision
     regularized_incomplete_beta rem rsqrt shift_left shift_right_arithmetic shift_right_logical sin
     sqrt square tan xor zeta"""

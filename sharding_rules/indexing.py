@@ -50,7 +50,7 @@ def _(table, indices, *, dimension_numbers, slice_sizes, out, **_):
     return f"{table.whole(*fixed)}, {indices} -> {' '.join(result) or '-'}", rows
 
 
-@local("gather")
+@local("gather", uneven=True)
 def _(call, table, indices):
     n, mode, full = call.params["dimension_numbers"], call.params["mode"], call.in_avals[0].shape
     where = call.inputs[0]
@@ -72,9 +72,9 @@ def _(call, table, indices):
         outside |= (index < 0) | (index > last)
         index = jnp.clip(index, 0, last)
         if d in sharded:
-            shard, _ = call.shard(where, d)
-            index = index - shard * table.shape[d]
-            mine &= (index >= 0) & (index < table.shape[d])
+            first, count = call.span(where, full, d)
+            index = index - first
+            mine &= (index >= 0) & (index < count)
             index = jnp.clip(index, 0, table.shape[d] - 1)
         columns.append(index)
     found = call.bind(
@@ -136,7 +136,7 @@ def scatter(names: str, shared: str = "", **kinds) -> None:
         where = " ".join([*factors, indices.factors[-1]])
         return f"{table}, {where}, {' '.join(update) or '-'} -> {table}", rows
 
-    @local(names)
+    @local(names, uneven=True)
     def _(call, table, indices, updates):
         n, mode, full = (
             call.params["dimension_numbers"],
@@ -163,9 +163,10 @@ def scatter(names: str, shared: str = "", **kinds) -> None:
             if mode == CLIP:
                 index = jnp.clip(index, 0, full[d] - extent[d])
             if d in sharded:
-                shard, part = call.shard(where, d)[0], table.shape[d]
-                index = index - shard * part
-                index = jnp.where((index >= 0) & (index < part), index, part)  # dropped
+                first, count = call.span(where, full, d)
+                index = index - first
+                here = (index >= 0) & (index < count)
+                index = jnp.where(here, index, table.shape[d])  # dropped
             columns.append(index)
         return call.bind(
             table, jnp.stack(columns, -1), updates, mode=FILL,

@@ -27,6 +27,13 @@ def _(a, b, *, left_side, **_):
     return f"{matrix}, {' '.join([*batch, *sides])} -> {' '.join([*batch, *sides])}"
 
 
+@rule("tridiagonal_solve", linear="3")
+def _(lower, diagonal, upper, b, **_):
+    """b m!, b m!, b m!, b m! n -> b m! n: right-hand sides are solved each by itself"""
+    line = " ".join([*b.factors[:-2], "m!"])
+    return f"{', '.join([line] * 3)}, {line} {b.factors[-1]} -> {line} {b.factors[-1]}"
+
+
 @rule("fft", linear="0")
 def _(x, *, fft_lengths, **_):
     """b n! -> b k!"""

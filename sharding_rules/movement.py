@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
+from jax import lax
 from jax import numpy as jnp
 
+from dtorchjax.exchange import movable, shifted
 from dtorchjax.notation import Dims
 from dtorchjax.registry import local, rule
 
@@ -28,8 +32,30 @@ def _(x, *, dimensions, **_):
 
 @rule("rev", **moves)
 def _(x, *, dimensions, **_):
+    """b n! -> b n!, or rows go to the device that mirrors"""
     x = x.whole(*dimensions)
-    return f"{x} -> {x}"
+    return f"{x} -> {x}", by_permute(x, dimensions)
+
+
+def by_permute(x, dims, operands=1, results=1, others=0) -> list[str]:
+    """Rows of dims that stay cut, where devices send each other what moves."""
+    if not movable(x):
+        return []
+    return [
+        f"{', '.join([f'S{d}'] * operands + ['R'] * others)} -> {', '.join([f'S{d}'] * results)}"
+        " by permute"
+        for d in dims
+    ]
+
+
+@local("rev", uneven=True, sends=True)
+def _(call, x):
+    shape = call.in_avals[0].shape
+    for d in call.params["dimensions"]:
+        if call.inputs[0].axes_on(d):
+            spans, part = call.spans(call.inputs[0], shape, d), x.shape[d]
+            x = call.window(x, 0, d, [shape[d] - s.first - part for s in spans], part)
+    return call.bind(x)
 
 
 @rule("broadcast_in_dim", **moves)
@@ -43,7 +69,7 @@ def _(x, *, broadcast_dimensions, out, **_):
     return f"{' '.join(factors) or '-'} -> {result}"
 
 
-@local("broadcast_in_dim")
+@local("broadcast_in_dim", uneven=True, blocks=True)
 def _(call, x):
     return call.bind(x, shape=call.out_shape())
 
@@ -59,15 +85,15 @@ def _(**_):
     return "-> -"
 
 
-@local("iota")
+@local("iota", uneven=True, blocks=True)
 def _(call):
     dim, shape = call.params["dimension"], call.out_shape()
-    index, parts = call.shard(call.outputs[0], dim)
-    if parts == 1:
+    where, full = call.outputs[0], call.out_avals[0].shape
+    if not where.axes_on(dim):
         return call.bind(shape=shape)
     # counted in integers: a small type would round its counts and the offset, one after the other
-    count = call.bind(shape=shape, dtype=jnp.dtype(jnp.int32)) + index * shape[dim]
-    return count.astype(call.out_avals[0].dtype)
+    rows, _ = call.rows(where, full, dim)
+    return lax.broadcast_in_dim(rows, shape, [dim]).astype(call.out_avals[0].dtype)
 
 
 @rule("reshape", **moves)
@@ -81,8 +107,9 @@ def _(x, *, new_sizes, dimensions=None, **_):
         return f"{x.whole(*range(len(x)))} -> {' '.join(f'b{d}!' for d in range(len(new_sizes)))}"
     order = range(len(x)) if dimensions is None else dimensions
     sizes = [x.shape[d] for d in order]
-    left, right = [], []
+    left, right, rows = [], [], []
     for number, (source, target) in enumerate(reshape_groups(sizes, new_sizes)):
+        rows += block_rows(source, target, sizes, new_sizes) if dimensions is None else []
         for side, names, shape in ((source, left, sizes), (target, right, new_sizes)):
             leads = next((d for d in side if shape[d] > 1), None)
             tag = "ab"[names is right]
@@ -90,7 +117,20 @@ def _(x, *, new_sizes, dimensions=None, **_):
                 f"g{number}" if d == leads else f"{tag}{d}!" if shape[d] > 1 else "1" for d in side
             ]
     left = [left[list(order).index(d)] for d in range(len(x))]
-    return f"{' '.join(left) or '-'} -> {' '.join(right) or '-'}"
+    return f"{' '.join(left) or '-'} -> {' '.join(right) or '-'}", rows
+
+
+def block_rows(source, target, sizes, new_sizes):
+    """A dim of size 3*h as dims 3 and h, or these as one: to cut h is to cut three blocks."""
+    source, target = [d for d in source if sizes[d] > 1], [d for d in target if new_sizes[d] > 1]
+    rows = []
+    for one, many, shape in ((source, target, new_sizes), (target, source, sizes)):
+        if len(one) == 1 and len(many) > 1 and all(isinstance(shape[d], int) for d in many):
+            for i in range(1, len(many)):
+                blocks = math.prod(shape[d] for d in many[:i])
+                sides = [f"S{one[0]}/{blocks}", f"S{many[i]}"]
+                rows.append(" -> ".join(sides if one is source else sides[::-1]))
+    return rows
 
 
 def reshape_groups(source, target):
@@ -107,7 +147,7 @@ def reshape_groups(source, target):
         yield list(range(first[0], i)), list(range(first[1], j))
 
 
-@local("reshape")
+@local("reshape", uneven=True, blocks=True)
 def _(call, x):
     return call.bind(x, new_sizes=call.out_shape())
 
@@ -125,44 +165,134 @@ def every_part(start, step, full, result) -> bool:
 
 @rule("slice", **moves)
 def _(x, *, start_indices, strides, out, **_):
-    """b n -> b cut!, but b n -> b n for x[:, ::2]"""
+    """b n -> b cut!, but b n -> b n for x[:, ::2], and one of several equal blocks may be cut"""
     steps = strides or (1,) * len(x)
     parts = zip(start_indices, steps, x.shape, out[0].shape, strict=True)
     cut = [
         d for d, (start, step, *sizes) in enumerate(parts) if not every_part(start, step, *sizes)
     ]
-    return f"{x.whole(*cut)} -> {renamed(x, cut, 'cut')}"
+    blocks = [
+        f"S{d}/{x.shape[d] // n} -> S{d}"
+        for d in cut
+        if is_block(start_indices[d], steps[d], x.shape[d], n := out[0].shape[d])
+    ]
+    blocks += by_permute(x, cut)
+    return f"{x.whole(*cut)} -> {renamed(x, cut, 'cut')}", blocks
 
 
-@local("slice")
+def is_block(start, step, full, result) -> bool:
+    """A slice that takes one of several equal blocks."""
+    return step == 1 and 0 < result < full and full % result == 0 and start % result == 0
+
+
+@local("slice", uneven=True, blocks=True, sends=True)
 def _(call, x):
     steps = call.params["strides"] or (1,) * x.ndim
-    starts, limits = call.params["start_indices"], call.params["limit_indices"]
-    parts = zip(starts, steps, call.in_avals[0].shape, call.out_avals[0].shape, strict=True)
-    limits = [
-        x.shape[d] if every_part(start, step, *sizes) else limits[d]
-        for d, (start, step, *sizes) in enumerate(parts)
-    ]
-    return call.bind(x, limit_indices=tuple(limits))
+    starts, limits = [*call.params["start_indices"]], [*call.params["limit_indices"]]
+    full, result, held = call.in_avals[0].shape, call.out_avals[0].shape, call.out_shape()
+    for d in range(x.ndim):
+        cuts = call.inputs[0].cuts_on(d, call.sizes)
+        if every_part(starts[d], steps[d], full[d], result[d]):
+            limits[d] = x.shape[d]
+        elif cuts and cuts[0].blocks > 1:  # a block, of which a part lies here
+            starts[d] = starts[d] // result[d] * held[d]
+            limits[d] = starts[d] + held[d]
+        elif cuts:
+            spans = call.spans(call.outputs[0], result, d)
+            begins = [starts[d] + s.first * steps[d] for s in spans]
+            x = call.window(x, 0, d, begins, (held[d] - 1) * steps[d] + 1)
+            starts[d], limits[d] = 0, x.shape[d]
+    return call.bind(x, start_indices=tuple(starts), limit_indices=tuple(limits))
 
 
 @rule("pad", linear="jointly", moves=True)
 def _(x, value, *, padding_config, **_):
+    """b n, - -> b padded!, but with so many rows that the operand is one of several blocks"""
     padded = [d for d, config in enumerate(padding_config) if tuple(config) != (0, 0, 0)]
-    return f"{x.whole(*padded)}, - -> {renamed(x, padded, 'padded')}"
+    blocks = [
+        f"S{d}, R -> S{d}/{(low + high) // x.shape[d] + 1}"
+        for d in padded
+        if pads_blocks(*padding_config[d], x.shape[d])
+        for low, high, _ in [padding_config[d]]
+    ]
+    plain = [d for d in padded if padding_config[d][2] == 0]
+    blocks += by_permute(x, plain, others=1)
+    return f"{x.whole(*padded)}, - -> {renamed(x, padded, 'padded')}", blocks
+
+
+def pads_blocks(low, high, interior, size) -> bool:
+    """True if what is added are whole blocks of the operand's size: the derivative of a slice."""
+    return size > 0 and interior == 0 and min(low, high) >= 0 and low % size == high % size == 0
+
+
+@local("pad", uneven=True, blocks=True, sends=True)
+def _(call, x, value):
+    configs = [tuple(c) for c in call.params["padding_config"]]
+    full, where = call.in_avals[0].shape, call.outputs[0]
+    for d, (low, high, interior) in enumerate(configs):
+        cuts = where.cuts_on(d, call.sizes)
+        if not cuts or (low, high, interior) == (0, 0, 0):
+            continue
+        if cuts[0].blocks > 1:
+            configs[d] = (low // full[d] * x.shape[d], high // full[d] * x.shape[d], 0)
+        else:
+            spans = call.spans(where, call.out_avals[0].shape, d)
+            x = call.window(x, 0, d, [s.first - low for s in spans], call.out_shape()[d], value)
+            configs[d] = (0, 0, 0)
+    return call.bind(x, value, padding_config=tuple(configs))
 
 
 @rule("concatenate", linear="jointly", moves=True)
 def _(*operands, dimension, **_):
-    first = operands[0]
-    parts = [first.shared([dimension], [f"part{i}!"]) for i in range(len(operands))]
-    return f"{', '.join(map(str, parts))} -> {first.shared([dimension], ['joined!'])}"
+    """b part0!, b part1! -> b joined!, but parts of one size that are cut alike are blocks"""
+    first, count = operands[0], len(operands)
+    parts = [first.shared([dimension], [f"part{i}!"]) for i in range(count)]
+    equal = count > 1 and len({x.shape[dimension] for x in operands}) == 1
+    blocks = [", ".join([f"S{dimension}"] * count) + f" -> S{dimension}/{count}"]
+    text = f"{', '.join(map(str, parts))} -> {first.shared([dimension], ['joined!'])}"
+    moved = by_permute(first, [dimension], operands=count)
+    return text, (blocks if equal else []) + (moved if count > 1 else [])
+
+
+@local("concatenate", uneven=True, blocks=True, sends=True)
+def _(call, *parts):
+    dim, where = call.params["dimension"], call.outputs[0]
+    cuts = where.cuts_on(dim, call.sizes)
+    if not cuts or cuts[0].blocks > 1:
+        return call.bind(*parts)
+    spans, length = call.spans(where, call.out_avals[0].shape, dim), call.out_shape()[dim]
+    rows, _ = call.rows(where, call.out_avals[0].shape, dim)
+    result, begin = None, 0
+    for i, (x, aval) in enumerate(zip(parts, call.in_avals, strict=True)):
+        found = call.window(x, i, dim, [s.first - begin for s in spans], length)
+        later = jnp.expand_dims(rows >= begin, [d for d in range(x.ndim) if d != dim])
+        result = found if result is None else jnp.where(later, found, result)
+        begin += aval.shape[dim]
+    return result
 
 
 @rule("split", **moves)
 def _(x, *, axis, sizes, **_):
-    parts = [x.shared([axis], [f"part{i}!"]) for i in range(len(sizes))]
-    return f"{x.whole(axis)} -> {', '.join(map(str, parts))}"
+    """b joined! -> b part0!, b part1!, but blocks of one size are parts that are cut alike"""
+    count = len(sizes)
+    parts = [x.shared([axis], [f"part{i}!"]) for i in range(count)]
+    blocks = [f"S{axis}/{count} -> " + ", ".join([f"S{axis}"] * count)]
+    equal = count > 1 and len(set(sizes)) == 1
+    moved = by_permute(x, [axis], results=count) if count > 1 else []
+    return f"{x.whole(axis)} -> {', '.join(map(str, parts))}", (blocks if equal else []) + moved
+
+
+@local("split", uneven=True, blocks=True, sends=True)
+def _(call, x):
+    axis, begin, found = call.params["axis"], 0, []
+    cuts = call.inputs[0].cuts_on(axis, call.sizes)
+    if cuts and cuts[0].blocks == 1 and len(call.outputs) > 1:
+        for i, (where, aval) in enumerate(zip(call.outputs, call.out_avals, strict=True)):
+            starts = [begin + s.first for s in call.spans(where, aval.shape, axis)]
+            found.append(call.window(x, 0, axis, starts, call.out_shape(i)[axis]))
+            begin += aval.shape[axis]
+        return found
+    return call.bind(x, sizes=tuple(call.out_shape(i)[axis] for i in range(len(call.outputs))))
 
 
 @rule("stack", linear="jointly", moves=True)
@@ -179,9 +309,13 @@ def _(x, *, axis, out, **_):
 
 @rule("dynamic_slice", **moves)
 def _(x, *starts, slice_sizes, **_):
+    """b n!, - -> b cut!: where n is cut, all but the owners of the slice have zeros of it"""
     cut = [d for d, size in enumerate(slice_sizes) if size != x.shape[d]]
     scalars = ", -" * len(starts)
-    return f"{x.whole(*cut)}{scalars} -> {renamed(x, cut, 'cut')}"
+    kind = "P(max)" if x.dtype.name == "bool" else "P"
+    whole = ", R" * len(starts)
+    rows = [f"S{d}{whole} -> {kind}" for d in cut] if movable(x) else []
+    return f"{x.whole(*cut)}{scalars} -> {renamed(x, cut, 'cut')}", rows
 
 
 def clamped(starts, full, sizes):
@@ -194,19 +328,63 @@ def clamped(starts, full, sizes):
     ]
 
 
-@local("dynamic_slice")
+def owned(call, x, starts, sizes):
+    """Where in this device's part of operand 0 the rows lie that start at `starts`, as far as they
+    do: by cut dim (begin here, number, row of the slice at which they begin, rows that are here).
+    """
+    where, full, found = call.inputs[0], call.in_avals[0].shape, {}
+    for d, size in enumerate(sizes):
+        if size != full[d] and where.axes_on(d):
+            first, count = call.span(where, full, d)
+            number = min(size, x.shape[d])
+            begin = jnp.clip(starts[d] - first, 0, x.shape[d] - number)
+            found[d] = begin, number, first + begin - starts[d], count
+    return found
+
+
+@local("dynamic_slice", uneven=True, blocks=True)
 def _(call, x, *starts):
-    starts = clamped(starts, call.in_avals[0].shape, call.params["slice_sizes"])
-    return call.bind(x, *starts, slice_sizes=call.out_shape())
+    sizes = call.params["slice_sizes"]
+    starts = clamped(starts, call.in_avals[0].shape, sizes)
+    mine = owned(call, x, starts, sizes)
+    if not mine:
+        return call.bind(x, *starts, slice_sizes=call.out_shape())
+    begins, lengths = list(starts), list(call.out_shape())
+    for d, (begin, number, _, _) in mine.items():
+        begins[d], lengths[d] = begin, number
+    found = lax.dynamic_slice(x, begins, lengths)
+    for d, (begin, number, row, count) in mine.items():
+        here = jnp.expand_dims(begin + jnp.arange(number) < count, others_of(x, d))
+        found = jnp.where(here, found, jnp.zeros_like(found))
+        found = shifted(found, d, row, sizes[d])
+    return found
 
 
-@local("dynamic_update_slice")
-def _(call, x, update, *starts):
-    return call.bind(x, update, *clamped(starts, call.in_avals[0].shape, call.in_avals[1].shape))
+def others_of(x, dim):
+    return [d for d in range(x.ndim) if d != dim]
 
 
 @rule("dynamic_update_slice", linear="0 1", moves=True)
 def _(x, update, *starts, **_):
+    """b n!, b cut!, - -> b n!: where n is cut, the owners of the rows write them"""
     cut = [d for d, size in enumerate(update.shape) if size != x.shape[d]]
+    rows = [f"S{d}, R{', R' * len(starts)} -> S{d}" for d in cut] if movable(x) else []
     x = x.whole(*cut)
-    return f"{x}, {renamed(x, cut, 'cut')}{', -' * len(starts)} -> {x}"
+    return f"{x}, {renamed(x, cut, 'cut')}{', -' * len(starts)} -> {x}", rows
+
+
+@local("dynamic_update_slice", uneven=True, blocks=True)
+def _(call, x, update, *starts):
+    sizes = call.in_avals[1].shape
+    starts = clamped(starts, call.in_avals[0].shape, sizes)
+    mine = owned(call, x, starts, sizes)
+    if not mine:
+        return call.bind(x, update, *starts)
+    begins, lengths, written = list(starts), list(update.shape), True
+    for d, (begin, number, row, _) in mine.items():
+        begins[d], lengths[d] = begin, number
+        update = shifted(update, d, -row, number)
+        rows = row + jnp.arange(number)
+        written &= jnp.expand_dims((rows >= 0) & (rows < sizes[d]), others_of(x, d))
+    known = lax.dynamic_slice(x, begins, lengths)
+    return lax.dynamic_update_slice(x, jnp.where(written, update, known), begins)

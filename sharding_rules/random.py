@@ -22,14 +22,14 @@ def _(keys, *, out, **_):
     return f"{drawn(keys, ()) or '-'} -> {drawn(keys, out[0].factors[len(keys) :]) or '-'}"
 
 
-@local("random_bits")
+@local("random_bits", uneven=True)
 def _(call, keys):
     where, full = call.outputs[0], call.out_avals[0].shape
     shape = call.out_shape()
     first = len(call.in_avals[0].shape)
     if shape[first:] == full[first:]:
         return call.bind(keys)
-    starts = [call.shard(where, d)[0] * shape[d] for d in range(first, len(full))]
+    starts = [call.span(where, full, d)[0] for d in range(first, len(full))]
     return _jax.threefry_bits(keys, call.params["bit_width"], shape[first:], full[first:], starts)
 
 
@@ -50,6 +50,20 @@ def _(keys, data, *, out, **_):
 
 
 elementwise("random_seed")
+
+
+@rule("random_gamma")
+def _(keys, a, **_):
+    """k!, a! -> a!: a sample's number, from which its key is made, is its place in the whole"""
+    shape = a.whole(*range(len(a)))
+    return f"{keys.whole(*range(len(keys)))}, {shape} -> {shape}"
+
+
+@rule("rng_bit_generator")
+def _(key, *, out, **_):
+    """k! -> k!, n!: a generator that only makes all of its bits"""
+    key = key.whole(*range(len(key)))
+    return f"{key} -> {key}, {' '.join(f'n{d}!' for d in range(len(out[1]))) or '-'}"
 
 
 @rule("random_wrap")

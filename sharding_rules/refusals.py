@@ -9,9 +9,20 @@ refuse(
     "debug_callback debug_print io_callback pure_callback",
     because="callbacks inside dt.jit are not supported yet; return the value instead",
 )
-refuse("device_put", because="say where values go with dt.redistribute instead")
-refuse("custom_linear_solve", because="linear solves with a function are not supported yet")
 refuse(
-    "all_gather all_to_all axis_index pmax pmin ppermute psum psum_scatter reduce_scatter",
+    "rng_uniform",
+    because="its numbers come from each device's own state; use jax.random with a key",
+)
+refuse(
+    "after_all create_token",
+    because="effects in an order cannot run on several devices, as in jax.jit",
+)
+refuse(
+    "get swap addupdate",
+    because="a mutable reference has no placement; return the new value instead",
+)
+refuse(
+    "all_gather all_to_all axis_index pmax pmin ppermute psum psum_scatter reduce_scatter "
+    "ragged_all_to_all pbroadcast pvary all_gather_invariant psum_invariant",
     because="dt.jit takes whole-array programs and makes the collectives itself",
 )

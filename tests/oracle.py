@@ -15,15 +15,20 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
+from jax import numpy as jnp
 from simulated import Coordinate, Misplaced, check_placed, devices, is_inexact, on_host, shards
 
+from dtorchjax import exchange
 from dtorchjax.notation import PlacementSignature, Row
-from dtorchjax.placements import Joint, Partial, R, Shard, divides, joint, local_shape
+from dtorchjax.padding import filled, summed_up
+from dtorchjax.placements import Allowed, Joint, Partial, R, Shard, divides, joint, local_shape
 from dtorchjax.redistribute import orders
-from dtorchjax.registry import LOCALS, RULES, LocalCall
+from dtorchjax.registry import LOCALS, RULES, SENDS, LocalCall, linear_position
+from dtorchjax.rows import lie_together
 
 COUNTS = (2, 3)
 """Numbers of devices along the one simulated axis."""
@@ -80,10 +85,11 @@ class Equation:
         Equal keys stand for the same program.
         """
         local = LOCALS.get(self.name)
-        if local is None:
+        even = self.divides(inputs, outputs, sizes)
+        if local is None and even:
             shapes = zip(self.in_avals, inputs, strict=True)
             return tuple(local_shape(a.shape, w, sizes) for a, w in shapes), self.bind
-        where = kindless(inputs), kindless(outputs)
+        where = (kindless(inputs), kindless(outputs)) if even else (tuple(inputs), tuple(outputs))
 
         def program(place: Any, *parts: Any) -> list[Any]:
             def position(axes: Sequence[int]) -> Any:
@@ -92,6 +98,13 @@ class Equation:
                     index = index * sizes[axis] + place[axis]
                 return index
 
+            if not even:  # as `lower` does it
+                parts = tuple(
+                    filled(x, a.shape, w, sizes, position, summed_up(w, outputs, len(a.shape)))
+                    for x, a, w in zip(parts, self.in_avals, inputs, strict=True)
+                )
+            if local is None:
+                return self.bind(place, *parts)
             call = LocalCall(
                 self.primitive, self.params, self.in_avals, self.out_avals, *where, tuple(sizes),
                 position,
@@ -100,6 +113,27 @@ class Equation:
             return list(found) if isinstance(found, list | tuple) else [found]
 
         return (*where, tuple(sizes)), program
+
+    def all_at_once(
+        self, inputs: Sequence[Joint], outputs: Sequence[Joint], n: int
+    ) -> Callable[..., list[Any]]:
+        """The local program of all devices of one axis, with its collectives, on stacked parts."""
+
+        def program(*parts: Any) -> list[Any]:
+            position = lambda axes: linear_position(axes, ["axis"], [n])  # noqa: E731
+            parts = tuple(
+                filled(x, a.shape, w, [n], position, summed_up(w, outputs, len(a.shape)))
+                for x, a, w in zip(parts, self.in_avals, inputs, strict=True)
+            )
+            call = LocalCall(
+                self.primitive, self.params, self.in_avals, self.out_avals, inputs, outputs, (n,),
+                position, ["axis"],
+            )  # fmt: skip
+            with mock.patch.object(exchange, "permuted", permuted_by_gathering):
+                found = LOCALS[self.name](call, *parts)
+            return list(found) if isinstance(found, list | tuple) else [found]
+
+        return compiled(jax.vmap(program, axis_name="axis"))
 
     def run(self, key: Any, program: Callable[..., Any], *arguments: Any) -> Any:
         """Run a program, compiled."""
@@ -122,12 +156,12 @@ class Equation:
         examples: dict[Any, tuple] = {"whole": (ORIGIN, *self.operands[0])}
         for row, n in itertools.product(rows, COUNTS):
             inputs, outputs = placed(row)
-            if not self.divides(inputs, outputs, (n,)):
+            if row.by or not self.fits(inputs, outputs, (n,)):
                 continue
             key, program = self.program(inputs, outputs, (n,))
             parts = [p[0,] for p in self.parts(0, inputs, (n,))]
             programs[key], examples[key] = program, (ORIGIN, *parts)
-            if n in backward and self.has_derivative(row):
+            if n in backward and self.has_derivative(row) and self.divides(inputs, outputs, (n,)):
                 cotangents = [p.get((0,)) for p in self.cotangents(outputs, (n,))]
                 programs[key, "back"] = self.pull_back(program)
                 examples[key, "back"] = ORIGIN, parts, cotangents
@@ -147,6 +181,21 @@ class Equation:
         """Every sharded dim has equal parts, so these placements can be tried."""
         pairs = zip((*inputs, *outputs), (*self.in_avals, *self.out_avals), strict=True)
         return all(divides(aval.shape, where.placements, sizes) for where, aval in pairs)
+
+    def fits(self, inputs: Sequence[Joint], outputs: Sequence[Joint], sizes: Sequence[int]) -> bool:
+        """These placements are among the rows of a program in which every size may be uneven."""
+        avals = [*self.in_avals, *self.out_avals]
+        if self.divides(inputs, outputs, sizes):
+            return True
+        blocks = {
+            (aval.shape[p.dim], p.blocks)
+            for where, aval in zip((*inputs, *outputs), avals, strict=True)
+            for p in where.placements
+            if isinstance(p, Shard) and p.blocks > 1
+        }
+        every = Allowed(frozenset(n for a in avals for n in a.shape if n > 1), frozenset(blocks))
+        allowed = RULES[self.name].allowed(every)
+        return lie_together((*inputs, *outputs), avals, sizes, allowed, self.name in SENDS)
 
     def parts(
         self, data: int, inputs: Sequence[Joint], sizes: Sequence[int]
@@ -205,6 +254,16 @@ class Equation:
         return back
 
 
+def permuted_by_gathering(x: Any, names: Sequence[str], pairs: list[tuple[int, int]]) -> Any:
+    """A permute in which some devices send nothing, which `jax.vmap` does not know."""
+    everything = jax.lax.all_gather(x, names[0])
+    sender = np.full(len(everything), -1)
+    for source, target in pairs:
+        sender[target] = source
+    mine = jnp.asarray(sender)[jax.lax.axis_index(names[0])]
+    return jnp.where(mine < 0, jnp.zeros_like(x), everything[mine])
+
+
 ORIGIN = np.zeros(1, np.int32)
 
 
@@ -259,7 +318,7 @@ def check_row(equation: Equation, row: Row, exact: bool = False) -> int:
     inputs, outputs = placed(row)
     split = any(p != R for p in row.inputs + row.outputs)  # else all numbers are alike
     for n in COUNTS if split else COUNTS[:1]:
-        if equation.divides(inputs, outputs, (n,)):
+        if equation.fits(inputs, outputs, (n,)):
             with _about(f"`{equation.name}` row {row} on {n} devices: "):
                 check_joint(equation, inputs, outputs, (n,), exact)
             tried += 1
@@ -274,13 +333,22 @@ def check_joint(
     exact: bool = False,
 ) -> None:
     """Raises WrongRow unless these placements, on any simulated mesh, are right."""
-    program = equation.program(inputs, outputs, sizes)
+    together = equation.name in SENDS and len(sizes) == 1
+    if together:
+        at_once = equation.all_at_once(inputs, outputs, sizes[0])
+    else:
+        program = equation.program(inputs, outputs, sizes)
     in_dtypes = [a.dtype for a in equation.in_avals]
     for data in range(len(equation.operands)):
         parts = equation.parts(data, inputs, sizes)
         results: list[dict[Coordinate, Any]] = [{} for _ in outputs]
+        if together:
+            stacked = at_once(*(jnp.stack([p[place] for place in devices(sizes)]) for p in parts))
         for place in devices(sizes):
-            found = equation.run(*program, at(place), *(p[place] for p in parts))
+            if together:
+                found = [x[place] for x in stacked]
+            else:
+                found = equation.run(*program, at(place), *(p[place] for p in parts))
             for result, x in zip(results, found, strict=True):
                 result[place] = on_host(x)
         whole = equation.whole(data)
@@ -297,8 +365,8 @@ def check_vjp(equation: Equation, row: Row, counts: Sequence[int] = COUNTS) -> i
     Every device differentiates its local program; cotangents and gradients lie in the dual
     placements. Applies to rows of R, S and P(sum). Returns how many numbers of devices were tried.
     """
-    if not equation.has_derivative(row):
-        return 0
+    if row.by or not equation.has_derivative(row):
+        return 0  # what devices send each other is differentiated in the whole program only
     tried, wanted = 0, equation.differentiable()
     inputs, outputs = placed(row)
     for n in counts:
@@ -342,7 +410,7 @@ def joint_rows(
         for order in {w.order for c in columns for w in orders(c)} if same else plain:
             where = tuple(joint(column, order) for column in columns)
             inputs, outputs = where[: len(equation.in_avals)], where[len(equation.in_avals) :]
-            if equation.divides(inputs, outputs, sizes):
+            if equation.fits(inputs, outputs, sizes):
                 found.append((inputs, outputs))
     return found
 

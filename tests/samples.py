@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core.primitives import eq_to_p, le_to_p, lt_to_p, threefry2x32_p
 from oracle import Equation, compiled
 from simulated import on_host
 
@@ -30,6 +31,7 @@ NEWER = {"log2", "one_minus_square", "polynomial"}
 
 UNSAMPLED = {
     "empty2": "a scalar that has no value yet: nothing to shard, nothing to compare",
+    "select_and_scatter": "no public function has it; its rows are select_and_scatter_add's",
     "dim_as_value": "a scalar that only a symbolic export has: tests/test_ops_dynamic.py",
 }
 
@@ -40,7 +42,16 @@ WITHOUT_DERIVATIVE = {
     "schur": "jax has none",
     "tridiagonal": "jax has none",
     "igamma_grad_a": "jax has none",
+    "approx_top_k": "of pairs that are not sorted",
     "nextafter": "jax has none",
+    "ragged_dot_general": "jax has none where the contracted dim is ragged",
+    "random_gamma": "by an implicit function, not exactly",
+    "reduce": "jax has none of several operands",
+    "reduce_window": "jax has none of several operands",
+    "select_and_gather_add": "its own derivative is not that of sums of small numbers",
+    "eq_to": "no number",
+    "le_to": "no number",
+    "lt_to": "no number",
     "polygamma": "jax has it for one of the operands",
     "reduce_precision": "rounds cotangents, so those of terms do not add up to that of the sum",
     "regularized_incomplete_beta": "jax has it for one of the operands",
@@ -286,6 +297,38 @@ sample(
 )  # fmt: skip
 
 
+sample("reduce_window", "products", window(lax.mul, 1), f32(6, 4, 5, 6))
+sample(
+    "reduce_window", "of two",
+    lambda x, y: lax.reduce_window(
+        (x, y), (np.float32(0), np.int32(9)), lambda a, b: (a[0] + b[0], lax.min(a[1], b[1])),
+        (1, 2), (1, 1), "VALID",
+    ),
+    f32(6, 5), i32(6, 5),
+)  # fmt: skip
+sample(
+    "select_and_gather_add", "f32",
+    lambda x, t: jax.jvp(window(lax.max, -np.inf), (x,), (t,))[1], f32(6, 4, 5, 6), f32(6, 4, 5, 6),
+)  # fmt: skip
+sample(
+    "reduce", "of two",
+    lambda x, y: lax.reduce(
+        (x, y), (np.float32(0), np.int32(9)), lambda a, b: (a[0] + b[0], lax.min(a[1], b[1])), (1,)
+    ),
+    f32(6, 5), i32(6, 5),
+)  # fmt: skip
+sample("reduce", "no sum", lambda x: lax.reduce(x, np.int32(0), _shift, (0, 2)), i32(3, 6, 2))
+sample("approx_top_k", "f32", lambda x: lax.approx_max_k(x, 2), f32(6, 12))
+sample(
+    "tridiagonal_solve", "f32",
+    lambda a, b: lax.linalg.tridiagonal_solve(a * 0, a * 0 + 2, a * 0, b), f32(6, 4), f32(6, 4, 6),
+)  # fmt: skip
+
+
+def _shift(a: Any, b: Any) -> Any:
+    return 2 * a + b
+
+
 def definite(*shape: int) -> Maker:
     """Symmetric matrices with positive eigenvalues that lie apart."""
 
@@ -339,6 +382,17 @@ dot(
 )  # fmt: skip
 dot("i32", i32(6, 12), i32(12, 5), ((1,), (0,)))
 dot("i8 to i32", i8(6, 6), i8(6, 5), ((1,), (0,)), to=np.int32)
+RAGGED = lax.RaggedDotDimensionNumbers
+for _label, _numbers, _x, _y in (
+    ("rows", RAGGED((((1,), (1,)), ((), ())), [0], [0]), (8, 6), (3, 6, 6)),
+    ("a batch", RAGGED((((2,), (2,)), ((0,), (0,))), [1], [1]), (6, 8, 6), (6, 3, 6, 2)),
+    ("contracted", RAGGED((((0,), (0,)), ((), ())), [0], []), (8, 6), (8, 6)),
+):
+    sample(
+        "ragged_dot_general", _label,
+        lambda x, y, n=_numbers: lax.ragged_dot_general(x, y, np.array([2, 5, 1], np.int32), n),
+        f32(*_x), f32(*_y),
+    )  # fmt: skip
 dot("bf16", bf16(6, 6), bf16(6, 5), ((1,), (0,)))
 dot("bf16 to f32", bf16(6, 6), bf16(6, 5), ((1,), (0,)), to=np.float32)
 
@@ -506,6 +560,17 @@ sample("random_seed", "batch", jax.vmap(jax.random.key), i32(6, low=0))
 sample("random_split", "one", lambda k: jax.random.split(k, 6), keys())
 sample("random_split", "batch", jax.vmap(lambda k: jax.random.split(k, (2, 3))), keys(6))
 sample("random_split", "rbg batch", jax.vmap(jax.random.split), keys(6, impl="unsafe_rbg"))
+sample("random_gamma", "f32", jax.random.gamma, keys(), f32(6, 5, low=0.5))
+sample(
+    "rng_bit_generator", "default",
+    lambda k: lax.rng_bit_generator(k.astype(np.uint32), (6, 4)), i32(4, low=0),
+)  # fmt: skip
+sample(
+    "threefry2x32", "u32", lambda *xs: threefry2x32_p.bind(*(x.astype(np.uint32) for x in xs)),
+    i32(6, 5, low=0), i32(6, 5, low=0), i32(6, 5, low=0), i32(6, 5, low=0),
+)  # fmt: skip
+for _name, _compare in (("eq_to", eq_to_p), ("le_to", le_to_p), ("lt_to", lt_to_p)):
+    sample(_name, "f32", _compare.bind, f32(6, 5), f32(6, 5))
 sample("random_fold_in", "one key", jax.vmap(jax.random.fold_in, (None, 0)), keys(), i32(6, low=0))
 sample("random_fold_in", "batch", jax.vmap(jax.random.fold_in), keys(6), i32(6, low=0))
 sample(

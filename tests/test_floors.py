@@ -8,11 +8,19 @@ import pytest
 
 # Patterns are paths from the checkout's root; a file belongs to the first floor that names it.
 FLOORS = {
-    0: ["dtorchjax/placements.py", "dtorchjax/notation.py", "dtorchjax/errors.py"],
+    0: [
+        "dtorchjax/placements.py",
+        "dtorchjax/parts.py",
+        "dtorchjax/notation.py",
+        "dtorchjax/errors.py",
+    ],
     1: [
         "dtorchjax/registry.py",
         "dtorchjax/_jax.py",
         "dtorchjax/masks.py",
+        "dtorchjax/padding.py",
+        "dtorchjax/exchange.py",
+        "dtorchjax/sent.py",
         "dtorchjax/op.py",
         "dtorchjax/op_primitives.py",
         "dtorchjax/switches.py",

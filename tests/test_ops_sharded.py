@@ -120,7 +120,8 @@ TABLES = [
     ),
     (
         "concat", ([f32(8, 4), f32(8, 4)],), {},
-        "R, R -> R; S1, S1 -> S1; P, P -> P; P(max), P(max) -> P(max); P(min), P(min) -> P(min)",
+        "R, R -> R; S1, S1 -> S1; S0, S0 -> S0/2; P, P -> P; "
+        "P(max), P(max) -> P(max); P(min), P(min) -> P(min)",
     ),
     (
         "embedding", (i32(8, 16), f32(32, 64)), {},

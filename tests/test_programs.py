@@ -427,16 +427,6 @@ def test_compiled_functions_inside_and_under_other_transformations(mesh24):
     same(closed(x), x + x)
 
 
-def test_uneven_and_blocks_are_errors_yet(mesh24):
-    with pytest.raises(dt.PlacementError, match="uneven"):
-        dt.distribute_tensor(normal(0, 6, 3), mesh24, "R,S0")
-    with pytest.raises(dt.PlacementError, match="blocks"):
-        dt.distribute_tensor(normal(0, 8, 3), mesh24, "S0/2,R")
-    # a result that cannot be sharded evenly is not: right values all the same
-    x = normal(0, 6, 5)
-    same(dt.jit(lambda x: jnp.tanh(x @ x.T), mesh=mesh24)(x), jnp.tanh(x @ x.T))
-
-
 def test_the_local_function_that_ndim_zero_and_one_programs_make(mesh24):
     same(dt.jit(lambda: jnp.arange(8) * 2, mesh=mesh24)(), jnp.arange(8) * 2)
     same(dt.jit(lambda x: x + 1, mesh=mesh24)(2.0), 3.0)

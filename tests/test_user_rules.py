@@ -83,7 +83,12 @@ def test_signature_of_a_product():
     [
         ("reduce_sum", [(4, 6)], dict(axes=(1,)), ["R -> R", "S0 -> S0", "S1 -> P", "P -> P"]),
         ("add", [(4, 6), (4, 6)], {}, ["R, R -> R", "S0, S0 -> S0", "S1, S1 -> S1", "P, P -> P"]),
-        ("cumsum", [(4, 6)], dict(axis=1), ["R -> R", "S0 -> S0", "P -> P"]),
+        (
+            "cumsum",
+            [(4, 6)],
+            dict(axis=1),
+            ["R -> R", "S0 -> S0", "S1 -> S1 by all-gather", "P -> P"],
+        ),
     ],
 )
 def test_signatures(name, shapes, params, rows):

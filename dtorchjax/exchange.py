@@ -1,0 +1,125 @@
+"""Local programs that send only the rows that move: windows of a sharded dim, stacked totals."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax import numpy as jnp
+
+from dtorchjax.parts import Cut, lengths
+
+
+class Span(NamedTuple):
+    """Rows [first, first + count) of a dim."""
+
+    first: int
+    count: int
+
+
+def spans(n: int, cuts: Sequence[Cut]) -> list[Span]:
+    """The rows of every device (major first) of a dim that is cut without blocks."""
+    found, parts = [], lengths(n, cuts)[1:]
+    for place in itertools.product(*(range(cut.count) for cut in cuts)):
+        first, count = 0, n
+        for i, part in zip(place, parts, strict=True):
+            first, count = first + i * part, min(max(count - i * part, 0), part)
+        found.append(Span(first, count))
+    return found
+
+
+def window(
+    x: Any, dim: int, held: Sequence[Span], starts: Sequence[int], length: int, fill: Any,
+    names: Sequence[str], me: Any,
+) -> Any:  # fmt: skip
+    """Rows [starts[i], starts[i] + length) of a dim for device i, `fill` where there are none.
+
+    `x` is this device's part, `held` the rows of each, `names` the mesh axes that cut the dim, `me`
+    this device's number along them. Each device sends those of its rows that others want, in as
+    few permutes as there are devices that it sends to or hears from.
+    """
+    lo = _of(starts, me)
+    rows = lo + jnp.arange(length)
+    spread = [d for d in range(x.ndim) if d != dim]
+
+    def among(first: Any, count: Any) -> Any:
+        return jnp.expand_dims((rows >= first) & (rows < first + count), spread)
+
+    first, count = _of([s.first for s in held], me), _of([s.count for s in held], me)
+    own = shifted(x, dim, first - lo, length)
+    result = jnp.where(among(first, count), own, jnp.asarray(fill, x.dtype))
+    for messages in _rounds(held, starts, length):
+        size = max(span.count for span in messages.values())
+        at, came = [0] * len(held), [Span(0, 0)] * len(held)
+        for (sender, receiver), span in messages.items():
+            at[sender] = min(span.first - held[sender].first, x.shape[dim] - size)
+            # what lies before the span in its message is not wanted, or comes by another one
+            came[receiver] = span
+        begins = [0] * len(held)
+        for sender, receiver in messages:
+            begins[receiver] = held[sender].first + at[sender]
+        message = lax.dynamic_slice_in_dim(x, _of(at, me), size, dim)
+        message = permuted(message, names, list(messages))
+        message = shifted(message, dim, _of(begins, me) - lo, length)
+        wanted = _of([s.first for s in came], me), _of([s.count for s in came], me)
+        result = jnp.where(among(*wanted), message, result)
+    return result
+
+
+def _of(table: Sequence[int], me: Any) -> Any:
+    """This device's entry."""
+    if len(set(table)) == 1:
+        return table[0]
+    return jnp.asarray(np.asarray(table, np.int32))[me]
+
+
+def shifted(x: Any, dim: int, by: Any, length: int) -> Any:
+    """Row i of x as row i + by of `length` rows; the others are zero."""
+    widths = [(length, length, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
+    padded = lax.pad(x, jnp.zeros((), x.dtype), widths)
+    start = jnp.clip(length - by, 0, x.shape[dim] + length)
+    return lax.dynamic_slice_in_dim(padded, start, length, dim)
+
+
+def _rounds(
+    held: Sequence[Span], starts: Sequence[int], length: int
+) -> list[dict[tuple[int, int], Span]]:
+    """What is sent, {(from, to): rows}; in one round a device sends and hears once at most."""
+    edges = []
+    for (o, span), (i, lo) in itertools.product(enumerate(held), enumerate(starts)):
+        first, end = max(lo, span.first), min(lo + length, span.first + span.count)
+        if o != i and first < end:
+            edges.append((abs(i - o), i - o, o, i, Span(first, end - first)))
+    rounds: list[dict[tuple[int, int], Span]] = []
+    for _, _, o, i, span in sorted(edges):
+        for known in rounds:
+            if all(o != a and i != b for a, b in known):
+                known[o, i] = span
+                break
+        else:
+            rounds.append({(o, i): span})
+    return rounds
+
+
+def permuted(x: Any, names: Sequence[str], pairs: list[tuple[int, int]]) -> Any:
+    if x.dtype == jnp.bool_:
+        return permuted(x.astype(jnp.uint8), names, pairs).astype(jnp.bool_)
+    return lax.ppermute(x, tuple(names), pairs)
+
+
+def gathered(x: Any, names: Sequence[str]) -> Any:
+    """The values of all devices along mesh axes, stacked in front."""
+    if x.dtype == jnp.bool_:
+        return gathered(x.astype(jnp.uint8), names).astype(jnp.bool_)
+    return lax.all_gather(x, tuple(names), axis=0, tiled=False)
+
+
+def movable(aval: Any) -> bool:
+    """Keys and symbolic dims are moved whole."""
+    return not jnp.issubdtype(aval.dtype, jax.dtypes.extended) and all(
+        isinstance(n, int) for n in aval.shape
+    )

@@ -1,0 +1,56 @@
+"""What the padding of parts that are not full must hold where it is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import numpy as jnp
+
+from dtorchjax.parts import is_even, rows_of
+from dtorchjax.placements import Joint, Partial
+
+
+def neutral(op: str, dtype: Any) -> Any:
+    """The value that does not count in a reduction: 0 in a sum, the least in a max."""
+    if op in ("sum", "prod"):
+        return jnp.asarray(op == "prod", dtype)
+    if dtype == jnp.bool_:
+        return jnp.asarray(op == "min")
+    if jnp.issubdtype(dtype, jnp.integer):
+        bounds = jnp.iinfo(dtype)
+        return jnp.asarray(bounds.min if op == "max" else bounds.max, dtype)
+    return jnp.asarray(-jnp.inf if op == "max" else jnp.inf, dtype)
+
+
+def filled(
+    x: Any, shape: Sequence[int], where: Joint, sizes: Sequence[int],
+    position: Callable[[tuple[int, ...]], Any], ops: Sequence[str | None],
+) -> Any:  # fmt: skip
+    """A device's part of an array of `shape` with its padding filled.
+
+    `ops` has for every dim the reduction in which it must not count, None if it does not matter.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    for dim, op in enumerate(ops):
+        cuts = where.cuts_on(dim, sizes)
+        if op is None or not cuts or is_even(shape[dim], cuts):
+            continue
+        _, real = rows_of(shape[dim], cuts, [position((a,)) for a in where.axes_on(dim)], jnp)
+        real = jnp.expand_dims(real, [d for d in range(x.ndim) if d != dim])
+        x = jnp.where(real, x, neutral(op, x.dtype))
+    return x
+
+
+def summed_up(where: Joint, outputs: Sequence[Joint], rank: int) -> list[str | None]:
+    """For every dim of an operand, the reduction over it: an axis that cuts it leaves terms."""
+    found: list[str | None] = [None] * rank
+    for dim in range(rank):
+        for axis in where.axes_on(dim):
+            for out in outputs:
+                p = out.placements[axis]
+                if isinstance(p, Partial):
+                    found[dim] = p.op
+    return found
