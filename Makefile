@@ -45,6 +45,9 @@ notebooks: $(STAMP)
 operators: $(STAMP)
 	$(PY) tests/operators_page.py
 
+rules: $(STAMP)
+	$(PY) tests/rules_page.py
+
 format: $(STAMP)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .

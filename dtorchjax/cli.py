@@ -163,6 +163,16 @@ def parser() -> argparse.ArgumentParser:
         "--static", nargs="*", default=[], help="static arguments, such as axis=0 reduction=sum"
     )
 
+    r = commands.add_parser(
+        "rules",
+        help="print the placement table of a primitive",
+        description="Print the placement table of a primitive or operator, or how all are covered.",
+    )
+    r.add_argument("name", nargs="?", help="such as dot_general")
+    r.add_argument("shapes", nargs="*", help="one per operand, such as f32[8,512]")
+    r.add_argument("--static", nargs="*", default=[], help="parameters, such as axis=0")
+    r.add_argument("--all", action="store_true", help="every primitive, and how it is covered")
+
     d = commands.add_parser("doctor", help="print versions and devices, and what is wrong")
     d.add_argument("--devices", type=count, help="how many there should be")
     return p
@@ -220,12 +230,22 @@ def decompose(args: argparse.Namespace) -> int:
     return 0
 
 
+def rules(args: argparse.Namespace) -> int:
+    from .rules_command import all_rules, table_of
+
+    if not args.all and args.name is None:
+        raise UsageError("rules: name a primitive, or say --all")
+    print(all_rules() if args.all else table_of(args.name, args.shapes, args.static))
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         if args.command == "doctor":
             return doctor(args.devices)
-        return {"explain": explain, "decompose": decompose, "train": train}[args.command](args)
+        commands = {"explain": explain, "decompose": decompose, "rules": rules, "train": train}
+        return commands[args.command](args)
     except UsageError as error:
         print(f"dtorchjax: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

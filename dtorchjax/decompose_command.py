@@ -45,12 +45,12 @@ def decompose_operator(name: str, shapes: Sequence[str], static: Sequence[str]) 
         raise UsageError(f"there is no op {name!r}: `dtorchjax decompose list` prints all")
     operands = [parse_shape(s) for s in shapes or ["f32[8,16]"]]
     try:
-        return described(name, operands, dict(map(_static, static)))
+        return described(name, operands, dict(map(static_argument, static)))
     except (OpError, TypeError, ValueError) as error:
         raise UsageError(f"{name}: {error}") from None
 
 
-def _static(text: str) -> tuple[str, Any]:
+def static_argument(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise UsageError(f"--static {text!r}: write name=value")

@@ -65,6 +65,7 @@ FLOORS = {
         "dtorchjax/program.py",
         "dtorchjax/arguments.py",
         "dtorchjax/cli.py",
+        "dtorchjax/rules_command.py",
         "dtorchjax/devices.py",
         "dtorchjax/call_shape.py",
         "dtorchjax/check.py",

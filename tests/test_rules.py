@@ -33,10 +33,11 @@ from samples import (
 )
 
 import dtorchjax as dt
-from dtorchjax import _jax
+from dtorchjax import _jax, cli
 from dtorchjax.notation import parse_row
 from dtorchjax.placements import Partial, Shard, joint, parse_placements
 from dtorchjax.registry import LOCALS, REFUSALS, RULES
+from dtorchjax.rules_command import coverage
 
 GOLDEN = Path(__file__).parent / "golden"
 ROTATION = int(os.environ.get("DTORCHJAX_SEED", time.time() // 86400))
@@ -118,6 +119,25 @@ def test_every_rule_has_samples_and_every_sample_a_rule():
     assert set(REFUSALS) & set(RULES) == set()
     assert set(WITHOUT_DERIVATIVE) <= set(SAMPLES)
     assert set(golden("rows.txt")) | set(golden("missed.txt")) <= set(SAMPLES) | NEWER
+
+
+def test_every_primitive_of_jax_is_known():
+    """A newer jax that adds a primitive fails here: it needs a rule, or a reason."""
+    assert {k.name: k.how for k in coverage() if k.kind == "missing"} == {}
+    assert {k.kind for k in coverage()} == {"rule", "in place", "graph", "refused"}
+    assert all(k.how for k in coverage())
+
+
+def test_the_coverage_and_a_table_on_the_command_line(capsys):
+    assert cli.main(["rules", "--all"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith("rule")
+    assert cli.main(["rules", "dot_general", "f32[8,512]", "f32[512,64]"]) == 0
+    assert "S1, S0 -> P" in capsys.readouterr().out
+    assert cli.main(["rules", "cumsum", "f32[8,4]", "--static", "axis=0"]) == 0
+    assert "S0 -> S0 by all-gather" in capsys.readouterr().out
+    assert cli.main(["rules", "psum"]) == 0
+    assert "refused" in capsys.readouterr().out
+    assert cli.main(["rules", "nothing"]) == 2 and cli.main(["rules"]) == 2
 
 
 @pytest.mark.parametrize("name", NAMES)
