@@ -4,7 +4,9 @@ Say where arrays live, one placement per mesh axis; `dt.jit` makes one shard_map
 collectives that its plan shows.
 """
 
+from dtorchjax import local_effects as _effects  # noqa: F401 - fills the registry
 from dtorchjax import local_settled as _settled  # noqa: F401 - fills the registry
+from dtorchjax import local_shard_map as _shard_map  # noqa: F401 - fills the registry
 from dtorchjax import parallel
 from dtorchjax import primitives as ops
 from dtorchjax import sharding_rules as _rules  # noqa: F401 - fills the registry

@@ -251,6 +251,71 @@ def device_target(params: dict[str, Any]) -> list[NamedSharding | None]:
     return [d if isinstance(d, NamedSharding) else None for d in params["devices"]]
 
 
+UNTYPED = {"pvary": None, "pcast": None, "psum_invariant": jax.lax.psum, "psum2": jax.lax.psum}
+"""Primitives of a shard_map that checks its types, and what they are where nothing is checked."""
+
+
+def run_manual(jaxpr: Any, *operands: Any) -> list[Any]:
+    """The body of a shard_map on one device's parts, without its types of varying values."""
+    body, constants = jaxpr if isinstance(jaxpr, tuple) else open_jaxpr(jaxpr)
+    values: dict[Any, Any] = dict(zip(body.constvars, constants, strict=True))
+    values.update(zip(body.invars, operands, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for eqn in body.eqns:
+        given, name = [read(atom) for atom in eqn.invars], eqn.primitive.name
+        if name in UNTYPED:
+            reduction = UNTYPED[name]
+            found = [x if reduction is None else reduction(x, eqn.params["axes"]) for x in given]
+        elif inner_program(eqn) is not None:
+            found = run_manual(eqn.params[INLINED[name]], *given)
+        elif name in MANUAL_LOOPS:
+            found = MANUAL_LOOPS[name](eqn, given)
+        else:
+            found = eqn.primitive.bind(*given, **eqn.params)
+            found = found if eqn.primitive.multiple_results else [found]
+        values.update(zip(eqn.outvars, found, strict=True))
+    return [read(atom) for atom in body.outvars]
+
+
+def _manual_scan(eqn: Any, given: Sequence[Any]) -> list[Any]:
+    parts = scan_parts(eqn)
+    consts = given[: parts.n_consts]
+    split = parts.n_consts + parts.n_carries
+
+    def step(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        found = run_manual((parts.body, parts.constants), *consts, *carry, *xs)
+        return found[: parts.n_carries], found[parts.n_carries :]
+
+    last, stacked = jax.lax.scan(
+        step, list(given[parts.n_consts : split]), list(given[split:]), length=parts.length,
+        reverse=parts.reverse, unroll=parts.unroll,
+    )  # fmt: skip
+    return [*last, *stacked]
+
+
+def _manual_while(eqn: Any, given: Sequence[Any]) -> list[Any]:
+    p = eqn.params
+    nt, nb = p["cond_nconsts"], p["body_nconsts"]
+    return list(
+        jax.lax.while_loop(
+            lambda carry: run_manual(p["cond_jaxpr"], *given[:nt], *carry)[0],
+            lambda carry: run_manual(p["body_jaxpr"], *given[nt : nt + nb], *carry),
+            list(given[nt + nb :]),
+        )
+    )
+
+
+def _manual_cond(eqn: Any, given: Sequence[Any]) -> list[Any]:
+    branches = [functools.partial(run_manual, branch) for branch in eqn.params["branches"]]
+    return list(jax.lax.switch(given[0], branches, *given[1:]))
+
+
+MANUAL_LOOPS = {"scan": _manual_scan, "while": _manual_while, "cond": _manual_cond}
+
+
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """All programs among an equation's parameters, whatever they are for."""
     found = []

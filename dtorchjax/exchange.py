@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +14,18 @@ from jax import lax
 from jax import numpy as jnp
 
 from dtorchjax.parts import Cut, lengths
+
+_counted: contextvars.ContextVar[bool] = contextvars.ContextVar("counted", default=False)
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[None]:
+    """Inside, programs are traced for their collectives only, whatever they compute."""
+    token = _counted.set(True)
+    try:
+        yield
+    finally:
+        _counted.reset(token)
 
 
 class Span(NamedTuple):
@@ -42,6 +56,11 @@ def window(
     this device's number along them. Each device sends those of its rows that others want, in as
     few permutes as there are devices that it sends to or hears from.
     """
+    if _counted.get():  # only what is sent is asked for
+        for messages in _rounds(held, starts, length):
+            size = max(span.count for span in messages.values())
+            permuted(lax.slice_in_dim(x, 0, size, axis=dim), names, list(messages))
+        return lax.full((*x.shape[:dim], length, *x.shape[dim + 1 :]), 0, x.dtype)
     lo = _of(starts, me)
     rows = lo + jnp.arange(length)
     spread = [d for d in range(x.ndim) if d != dim]
@@ -106,16 +125,26 @@ def _rounds(
 
 
 def permuted(x: Any, names: Sequence[str], pairs: list[tuple[int, int]]) -> Any:
-    if x.dtype == jnp.bool_:
-        return permuted(x.astype(jnp.uint8), names, pairs).astype(jnp.bool_)
-    return lax.ppermute(x, tuple(names), pairs)
+    return sent_as_bits(lambda x: lax.ppermute(x, tuple(names), pairs), x)
 
 
 def gathered(x: Any, names: Sequence[str]) -> Any:
     """The values of all devices along mesh axes, stacked in front."""
+    return sent_as_bits(lambda x: lax.all_gather(x, tuple(names), axis=0, tiled=False), x)
+
+
+def sent_as_bits(move: Callable[[Any], Any], x: Any) -> Any:
+    """`move(x)`, which changes no element, with elements as XLA sends them as they are.
+
+    On the CPU it sends floats of 16 bits as 32, and has no truth values to send.
+    """
     if x.dtype == jnp.bool_:
-        return gathered(x.astype(jnp.uint8), names).astype(jnp.bool_)
-    return lax.all_gather(x, tuple(names), axis=0, tiled=False)
+        return move(x.astype(jnp.uint8)).astype(jnp.bool_)
+    bits = jnp.finfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.floating) else 0
+    if bits in (8, 16):
+        as_integer = lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
+        return lax.bitcast_convert_type(move(as_integer), x.dtype)
+    return move(x)
 
 
 def movable(aval: Any) -> bool:

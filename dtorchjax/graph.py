@@ -12,6 +12,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+from jax import numpy as jnp
+
 from dtorchjax import _jax
 from dtorchjax.errors import PlacementError
 from dtorchjax.op_primitives import decomposition, is_op_equation
@@ -230,8 +234,14 @@ class _Builder:
             return operands
         if name == "optimization_barrier":
             return self.barrier(operands, scope)
+        if all(_is_empty(var.aval) for var in eqn.outvars) and not eqn.effects:
+            return [self.empty(var.aval, scope) for var in eqn.outvars]
         if name not in RULES:
             raise located(missing_rule(name), self.where(eqn))
+        refuses = getattr(RULES[name], "refuses", lambda params: None)(eqn.params)
+        if refuses:
+            error = PlacementError(f"`{name}` cannot be sharded: {refuses}")
+            raise located(error, self.where(eqn))
         results = [Value(var.aval, scope) for var in eqn.outvars]
         params = _jax.clean_params(eqn)
         if getattr(RULES[name], "needs_mesh", False):
@@ -242,6 +252,13 @@ class _Builder:
         )  # fmt: skip
         scope.steps.append(node)
         return results
+
+    def empty(self, aval: Any, scope: Scope) -> Value:
+        """An array without elements, for which nothing is computed."""
+        value = Value(aval, scope)
+        nothing = np.zeros(aval.shape, aval.dtype)
+        scope.steps.append(self.node("literal", [], [value], literal=nothing))
+        return value
 
     def annotated(self, eqn: Any, i: int, operand: Value, scope: Scope) -> Value:
         """An operand where an annotation wants it."""
@@ -385,6 +402,10 @@ class _Builder:
     def replicated(self) -> Joint:
         n = len(self.mesh.axis_names)
         return Layout(self.mesh, ("R",) * n).joint  # type: ignore[arg-type]
+
+
+def _is_empty(aval: Any) -> bool:
+    return 0 in aval.shape and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 def located(error: PlacementError, where: _jax.Where | None) -> PlacementError:

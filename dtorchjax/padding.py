@@ -13,14 +13,20 @@ from dtorchjax.placements import Joint, Partial
 
 
 def neutral(op: str, dtype: Any) -> Any:
-    """The value that does not count in a reduction: 0 in a sum, the least in a max."""
+    """The value that does not count in a reduction: 0 in a sum, the least in a max.
+
+    `last`: the least of all in the order in which XLA sorts, that of -nan with all bits set.
+    """
+    if op == "last" and jnp.issubdtype(dtype, jnp.floating):
+        bits = jnp.asarray(-1, f"int{jnp.finfo(dtype).bits}")
+        return jax.lax.bitcast_convert_type(bits, dtype)
     if op in ("sum", "prod"):
         return jnp.asarray(op == "prod", dtype)
     if dtype == jnp.bool_:
         return jnp.asarray(op == "min")
     if jnp.issubdtype(dtype, jnp.integer):
         bounds = jnp.iinfo(dtype)
-        return jnp.asarray(bounds.min if op == "max" else bounds.max, dtype)
+        return jnp.asarray(bounds.max if op == "min" else bounds.min, dtype)
     return jnp.asarray(-jnp.inf if op == "max" else jnp.inf, dtype)
 
 

@@ -25,9 +25,10 @@ from dtorchjax.errors import size_text
 from dtorchjax.graph import Graph, Loop, Node, Scope, Value
 from dtorchjax.memory import is_short_lived
 from dtorchjax.merge import merged_reductions
+from dtorchjax.notation import PlacementSignature
 from dtorchjax.placements import Joint, Partial, R, Replicate, Shard, joint
 from dtorchjax.redistribute import Move, Table
-from dtorchjax.registry import find_rule
+from dtorchjax.registry import SENDS, find_rule
 from dtorchjax.rows import JointRow, Labels, canonical, signature, whole_row
 from dtorchjax.solver import Problem, Solution, lower_bound, solve
 
@@ -169,8 +170,20 @@ def communication_inside(node: Node, row: JointRow, sizes: tuple[int, ...]) -> S
     inside = getattr(find_rule(node.name), "communication", None)
     if inside is None:
         return ()
+    if node.name in SENDS and not _sends(signature(node), row):
+        return ()
     ins, outs = [v.aval for v in node.inputs], [v.aval for v in node.outputs]
     return inside(node.eqn.primitive, ins, outs, node.params, *row, sizes)
+
+
+def _sends(table: PlacementSignature, row: JointRow) -> bool:
+    """True if on some axis it is a row that names a collective."""
+    named = {(r.inputs, r.outputs) for r in table.rows if r.by}
+    return any(
+        (tuple(j.placements[a] for j in row.inputs), tuple(j.placements[a] for j in row.outputs))
+        in named
+        for a in range(len((*row.inputs, *row.outputs)[0].placements))
+    )
 
 
 # ---- the plan ------------------------------------------------------------------------------------

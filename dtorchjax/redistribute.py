@@ -23,6 +23,7 @@ from jax import numpy as jnp
 
 from dtorchjax.chips import Speeds, simulated
 from dtorchjax.cost import IMPOSSIBLE, LOCAL_COPY
+from dtorchjax.exchange import permuted, sent_as_bits
 from dtorchjax.parts import join, lengths, spread
 from dtorchjax.placements import (
     EVEN,
@@ -400,16 +401,18 @@ def apply_move(
         first = linear_position(move.axes, names, sizes) == 0
         return jnp.where(first, x, jnp.zeros_like(x))
     if move.kind == "all-gather":
-        return joined(lax.all_gather(x, over, axis=move.dim, tiled=True))
+        gather = functools.partial(lax.all_gather, axis_name=over, axis=move.dim, tiled=True)
+        return joined(sent_as_bits(gather, x))
     if move.kind == "all-to-all":
-        x = cut(move.to_dim)
-        return joined(
-            lax.all_to_all(x, over, split_axis=move.to_dim, concat_axis=move.dim, tiled=True)
+        swap = functools.partial(
+            lax.all_to_all, axis_name=over, split_axis=move.to_dim, concat_axis=move.dim, tiled=True
         )
+        return joined(sent_as_bits(swap, cut(move.to_dim)))
     if move.kind == "reduce-scatter":
         return lax.psum_scatter(cut(move.dim), over, scatter_dimension=move.dim, tiled=True)
     if move.kind == "permute":
-        return lax.ppermute(x, over, permutation(move.source, move.target, move.axes, sizes))
+        pairs = permutation(move.source, move.target, move.axes, sizes)
+        return permuted(x, over, pairs)
     if move.op == "prod":
         return jnp.prod(lax.all_gather(x, over, axis=0, tiled=False), axis=0, dtype=x.dtype)
     return lax.psum(x, over) if move.op == "sum" else reduce_extreme(x, over, move.op)

@@ -19,7 +19,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from dtorchjax.errors import PlacementError
-from dtorchjax.exchange import Span, spans, window
+from dtorchjax.exchange import Span, counting, spans, window
 from dtorchjax.notation import (
     Dims,
     PlacementSignature,
@@ -86,19 +86,30 @@ class Rule:
         """The collectives of the local program in these placements, read from a trace."""
         if self.name not in SENDS:
             return []
+        key: Any = None
+        try:
+            types = tuple((a.shape, a.dtype) for a in (*in_avals, *out_avals))
+            key = (LOCALS[self.name], types, *sorted(params.items()), inputs, outputs, sizes)
+            if key in _sent:
+                return _sent[key]
+        except TypeError:  # a parameter that cannot be hashed or sorted
+            key = None
         names = [f"axis {a}" for a in range(len(sizes))]
         call = LocalCall(
             primitive, params, in_avals, out_avals, inputs, outputs, sizes,
             lambda axes: linear_position(axes, names, sizes), names,
         )  # fmt: skip
         parts = [jax.ShapeDtypeStruct(call.in_shape(i), a.dtype) for i, a in enumerate(in_avals)]
-        found = collectives_of(
-            functools.partial(LOCALS[self.name], call), parts, list(zip(names, sizes, strict=True))
-        )
-        return [
+        program = functools.partial(LOCALS[self.name], call)
+        with counting():
+            found = collectives_of(program, parts, list(zip(names, sizes, strict=True)))
+        result = [
             Sent(kind, tuple(names.index(n) for n in over), nbytes, times)
             for kind, over, nbytes, times in found
         ]
+        if key is not None:
+            _sent[key] = result
+        return result
 
     def signature(
         self, in_avals: Sequence[Any], out_avals: Sequence[Any], params: dict[str, Any]
@@ -134,6 +145,10 @@ class Rule:
                 if all(summable(p, a) for p, a in zip(row.inputs + row.outputs, avals, strict=True))
             )
         )
+
+
+_sent: dict[Any, list[Sent]] = {}
+"""What local programs send, by what that depends on."""
 
 
 def _letter(operand: int) -> str:

@@ -95,12 +95,14 @@ def joint_rows(
         columns = list(zip(*(row.inputs + row.outputs for row in combination), strict=True))
         if any(len(kinds_of(column)) > 1 for column in columns):
             continue
+        sends = any(row.by for row in combination)
+        if sends and _cut_twice(combination):
+            continue
         even = all(divides(a.shape, c, sizes) for a, c in zip(avals, columns, strict=True))
         if not even and allowed == EVEN:
             continue
         for order in _axis_orders(combination):
             placed = [joint(c, order) for c in columns]
-            sends = any(row.by for row in combination)
             if not (even or lie_together(placed, avals, sizes, allowed, sends)):
                 continue
             found[JointRow(tuple(placed[:n_in]), tuple(placed[n_in:]))] = None
@@ -120,6 +122,21 @@ def _fits(placement: Any, aval: Any, allowed: Allowed = EVEN) -> bool:
         return True
     n = aval.shape[placement.dim]
     return not isinstance(n, int) or n > 1 or n in allowed.uneven
+
+
+def _cut_twice(combination: Sequence[Row]) -> bool:
+    """True if one dim is cut by two rows, of which one sends: each has a program of its own."""
+    return any(
+        one != other
+        and (one.by or other.by)
+        and any(
+            isinstance(p, Shard) and isinstance(q, Shard) and p.dim == q.dim
+            for p, q in zip(
+                (*one.inputs, *one.outputs), (*other.inputs, *other.outputs), strict=True
+            )
+        )
+        for one, other in itertools.combinations(combination, 2)
+    )
 
 
 def _in_blocks(rows: Sequence[Row], avals: Sequence[Any], allowed: Allowed) -> list[Row]:
@@ -149,12 +166,8 @@ def lie_together(
     pairs = [(a.shape, where) for a, where in zip(avals, placed, strict=True)]
     if not all(allowed.admits(shape, where, sizes) for shape, where in pairs):
         return False
-    if sends:  # a program that does not know blocks
-        return all(
-            len({c.blocks for c in where.cuts_on(d, sizes)}) < 2
-            for s, where in pairs
-            for d in range(len(s))
-        )
+    if sends:
+        return True
     for axis in range(len(sizes)):
         cut = [
             (shape, where, p.dim)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dtorchjax.registry import rule
+from dtorchjax.exchange import movable
+from dtorchjax.registry import local, rule
 
 
 def keeps_sums(in_avals, out_avals, params) -> bool:
@@ -37,7 +38,9 @@ def _(x, y, sizes, *, ragged_dot_dimension_numbers, **_):
 
 
 @rule("conv_general_dilated", linear="each", when=keeps_sums)
-def _(x, kernel, *, dimension_numbers, feature_group_count, batch_group_count, **_):
+def _(
+    x, kernel, *, dimension_numbers, feature_group_count, batch_group_count, lhs_dilation, **_
+):  # fmt: skip
     """b c x!, o c k! -> b o y!: channels contract; a window needs what lies beside it"""
     n, sides = dimension_numbers, []
     # a dim that comes in groups has another size, or another order, on the other side
@@ -50,4 +53,40 @@ def _(x, kernel, *, dimension_numbers, feature_group_count, batch_group_count, *
         words = [f"{name}{f}!" if f in grouped else f for f in leading]
         words += [f"{name}{d}!" for d in range(len(spec) - 2)]
         sides.append(" ".join(words[spec.index(d)] for d in range(len(spec))))
-    return f"{sides[0]}, {sides[1]} -> {sides[2]}"
+    spatial = zip(n.lhs_spec[2:], n.rhs_spec[2:], n.out_spec[2:], lhs_dilation, strict=True)
+    rows = [
+        row
+        for a, b, c, dilation in spatial
+        if dilation == 1 and movable(x)
+        for row in (f"S{a}, R -> S{c} by permute", f"S{a}, S{b} -> P by permute")
+    ]
+    return f"{sides[0]}, {sides[1]} -> {sides[2]}", rows
+
+
+@local("conv_general_dilated", uneven=True, blocks=True, sends=True)
+def _(call, x, kernel):
+    """A part of a dim of the result needs what lies beside that part of x; where the window's dim
+    is cut, as in the derivative of a kernel, each device sums its part of every window.
+    """
+    params, n = call.params, call.params["dimension_numbers"]
+    padding = [tuple(p) for p in params["padding"]]
+    full, result = call.in_avals[1].shape, call.out_avals[0].shape
+    for i, (a, b, c) in enumerate(zip(n.lhs_spec[2:], n.rhs_spec[2:], n.out_spec[2:], strict=True)):
+        stride, dilation, low = (
+            params["window_strides"][i],
+            params["rhs_dilation"][i],
+            padding[i][0],
+        )
+        reach = lambda size, dilation=dilation: (size - 1) * dilation + 1  # noqa: E731
+        if call.outputs[0].axes_on(c):
+            spans = call.spans(call.outputs[0], result, c)
+            starts = [s.first * stride - low for s in spans]
+            length = (call.out_shape()[c] - 1) * stride + reach(full[b])
+        elif call.inputs[1].axes_on(b):
+            spans = call.spans(call.inputs[1], full, b)
+            starts = [s.first * dilation - low for s in spans]
+            length = (result[c] - 1) * stride + reach(kernel.shape[b])
+        else:
+            continue
+        x, padding[i] = call.window(x, 0, a, starts, length), (0, 0)
+    return call.bind(x, kernel, padding=tuple(padding))

@@ -8,7 +8,7 @@ import jax
 from jax import lax
 from jax import numpy as jnp
 
-from dtorchjax.exchange import gathered
+from dtorchjax.exchange import gathered, sent_as_bits
 from dtorchjax.padding import neutral as without
 from dtorchjax.registry import local, rule
 
@@ -140,12 +140,13 @@ def _(call, x):
     axes = call.inputs[0].axes_on(axis)
     if not axes:
         return call.bind(x)
-    x = call.real(x, 0, axis, "max")
+    x = call.real(x, 0, axis, "last")
     values, index = call.bind(x, k=min(k, x.shape[axis]))
     first, count = call.span(call.inputs[0], call.in_avals[0].shape, axis)
-    several = dict(axis_name=tuple(call.axis_names(axes)), axis=axis, tiled=True)
-    values = lax.all_gather(values, **several)
-    index = lax.all_gather(jnp.where(index < count, index + first, -1), **several)
+    names = tuple(call.axis_names(axes))
+    gather = functools.partial(lax.all_gather, axis_name=names, axis=axis, tiled=True)
+    values = sent_as_bits(gather, values)
+    index = gather(jnp.where(index < count, index + first, -1))
     # in the order of their indices, padding last, so that ties go to the lowest
     order = jnp.argsort(index < 0, axis, stable=True)
     values, index = (jnp.take_along_axis(y, order, axis) for y in (values, index))

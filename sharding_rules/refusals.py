@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from dtorchjax.registry import refuse
 
-refuse("shard_map", because="a shard_map inside dt.jit is not supported yet; call it outside")
-refuse(
-    "debug_callback debug_print io_callback pure_callback",
-    because="callbacks inside dt.jit are not supported yet; return the value instead",
-)
 refuse(
     "rng_uniform",
     because="its numbers come from each device's own state; use jax.random with a key",

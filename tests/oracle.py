@@ -133,7 +133,8 @@ class Equation:
                 found = LOCALS[self.name](call, *parts)
             return list(found) if isinstance(found, list | tuple) else [found]
 
-        return compiled(jax.vmap(program, axis_name="axis"))
+        differ = tuple(None if w.placements == (R,) else 0 for w in inputs)
+        return compiled(jax.vmap(program, differ, axis_name="axis", axis_size=n))
 
     def run(self, key: Any, program: Callable[..., Any], *arguments: Any) -> Any:
         """Run a program, compiled."""
@@ -343,7 +344,12 @@ def check_joint(
         parts = equation.parts(data, inputs, sizes)
         results: list[dict[Coordinate, Any]] = [{} for _ in outputs]
         if together:
-            stacked = at_once(*(jnp.stack([p[place] for place in devices(sizes)]) for p in parts))
+            stacked = at_once(
+                *(
+                    p[0,] if w.placements == (R,) else jnp.stack([p[d] for d in devices(sizes)])
+                    for p, w in zip(parts, inputs, strict=True)
+                )
+            )
         for place in devices(sizes):
             if together:
                 found = [x[place] for x in stacked]
