@@ -332,20 +332,15 @@ class _Builder:
         test, test_constants = _jax.open_jaxpr(p["cond_jaxpr"])
         body, body_constants = _jax.open_jaxpr(p["body_jaxpr"])
         nt, nb = p["cond_nconsts"], p["body_nconsts"]
-        if test.outvars[0].aval.shape:
-            raise located(
-                PlacementError(
-                    "a while loop with one predicate per row (a vmap of while_loop) is not "
-                    "supported yet: loop until all rows are done, with jnp.any in the condition"
-                ),
-                place,
-            )
+        each = bool(test.outvars[0].aval.shape)  # a predicate per row, of a vmap
         scopes = [Scope(scope.weight * WHILE_TRIPS, scope.times) for _ in range(2)]
         after = [Value(v.aval, scope) for v in eqn.outvars]
         given = [
             [*self.close(test_constants, test, scope), *operands[:nt]],
             [*self.close(body_constants, body, scope), *operands[nt : nt + nb]],
         ]
+        if each:  # the body asks again which rows go on
+            given[1] += given[0]
         consts = [
             self.node("port", [v], [Value(v.aval, inner)], name="while")
             for values, inner in zip(given, scopes, strict=True)
@@ -367,7 +362,16 @@ class _Builder:
             return self.run(jaxpr, values[:n], [*values[n:], *carried], scopes[which])
 
         done = run(test, insides[:split], 0)
-        results = run(body, insides[split:], 1)
+        inner = insides[split:]
+        results = run(body, inner[: len(inner) - split] if each else inner, 1)
+        if each:
+            done = self.small(lambda rows: rows.any(), done, scopes[0])
+            rows = run(test, inner[len(inner) - split :], 1)
+            before = [c.outputs[1] for c in carries]
+            results = [
+                self.small(_where_rows, [rows[0], old, new], scopes[1])[0]
+                for old, new in zip(before, results, strict=True)
+            ]
         for port, result in zip(carries, results, strict=True):
             self.feed(port, result)
         verdict = self.node(
@@ -375,6 +379,13 @@ class _Builder:
         )
         scope.steps.append(Loop("while", scopes, consts, carries, [], [], verdict, split))
         return after
+
+    def small(
+        self, fun: Callable[..., Any], operands: Sequence[Value], scope: Scope
+    ) -> list[Value]:
+        """A function of ours as part of the program."""
+        closed = jax.make_jaxpr(fun)(*(_jax.struct(v.aval) for v in operands))
+        return self.run(closed.jaxpr, (), list(operands), scope)
 
     def cond(self, eqn: Any, operands: list[Value], scope: Scope) -> list[Value]:
         place = self.where(eqn)
@@ -402,6 +413,11 @@ class _Builder:
     def replicated(self) -> Joint:
         n = len(self.mesh.axis_names)
         return Layout(self.mesh, ("R",) * n).joint  # type: ignore[arg-type]
+
+
+def _where_rows(rows: Any, old: Any, new: Any) -> Any:
+    """The new carry in the rows that go on."""
+    return jnp.where(rows.reshape(rows.shape + (1,) * (new.ndim - rows.ndim)), new, old)
 
 
 def _is_empty(aval: Any) -> bool:

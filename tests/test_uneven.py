@@ -377,3 +377,27 @@ def test_what_a_device_holds_of_blocks():
 def test_blocks_that_are_not_equal():
     with pytest.raises(dt.PlacementError, match="7 rows are not 2 equal blocks"):
         dt.distribute_tensor(np.zeros(7), mesh_of("3"), "S0/2")
+
+
+# ---- a loop of vmap ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [64, 61])
+def test_a_while_loop_with_a_predicate_per_row(n):
+    mesh, x = mesh_of("2x4"), np.linspace(1, 9, n, dtype=np.float32)
+
+    def one(value, most):
+        def step(state):
+            value, count, seen = state
+            return value * 2, count + 1, seen + value * jnp.ones(1000)
+
+        start = value, jnp.float32(1), jnp.zeros(1000)
+        return jax.lax.while_loop(lambda state: state[0] * state[1] < most, step, start)
+
+    fun = jax.vmap(one, (0, None))
+    for where in (["S0", "R"], ["R", "S0"], ["S0", "S0"]):
+        placed, step = dt.distribute_tensor(x, mesh, where), dt.jit(fun)
+        close(step(placed, 90.0), fun(x, 90.0), 1e-5)
+        plan = step.explain(placed, 90.0)
+        plan.verify(step.lower(placed, 90.0).compile())
+        assert plan.bytes_per_device <= 4 * n, plan.table()  # at most the values at the start
