@@ -141,7 +141,7 @@ ERRORS = {
     "abs of P": (lambda h, x: abs(h), "`abs` cannot take a partial", "redistribute(h, "),
     "S0 + S1": (lambda h, x: x + x.T, "combine S0 and S1", "redistribute("),
     "variance over S0": (lambda h, x: x.var(0), "combine S0 and a partial", "redistribute(x, "),
-    "a part of S0": (lambda h, x: x[2:4], "`slice` cannot take S0", "redistribute(x, "),
+    "trailing parts": (lambda h, x: x.T.reshape(-1), "`reshape` cannot take S1", "redistribute("),
 }
 
 
