@@ -123,9 +123,10 @@ class Body:
 
             differentiable = any(a.is_inexact for a in of)
             kept = jax.eval_shape(forward, *structs)[1] if differentiable else []
+        results: Any = closed.out_avals
         return Info(
             tuple(Aval(tuple(a.shape), np.dtype(a.dtype) if not _is_key(a) else a.dtype)
-                  for a in closed.out_avals),
+                  for a in results),
             tuple(sorted(aliases)),
             sum(int(np.prod(k.shape)) * k.dtype.itemsize for k in kept),
             view.communicates,

@@ -176,7 +176,8 @@ def _shapes_agree(
             closed = jax.make_jaxpr(lambda *xs: fun(*xs), axis_env=environment)(*structs)
     except (TypeError, ValueError):
         return False
-    return tuple(tuple(a.shape) for a in closed.out_avals) == wanted
+    results: Any = closed.out_avals
+    return tuple(tuple(a.shape) for a in results) == wanted
 
 
 @functools.lru_cache(maxsize=256)
