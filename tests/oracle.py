@@ -321,7 +321,7 @@ def check_row(equation: Equation, row: Row, exact: bool = False) -> int:
     for n in COUNTS if split else COUNTS[:1]:
         if equation.fits(inputs, outputs, (n,)):
             with _about(f"`{equation.name}` row {row} on {n} devices: "):
-                check_joint(equation, inputs, outputs, (n,), exact)
+                check_joint(equation, inputs, outputs, (n,), exact, bool(row.by))
             tried += 1
     return tried
 
@@ -332,9 +332,12 @@ def check_joint(
     outputs: Sequence[Joint],
     sizes: Sequence[int],
     exact: bool = False,
+    together: bool = False,
 ) -> None:
-    """Raises WrongRow unless these placements, on any simulated mesh, are right."""
-    together = equation.name in SENDS and len(sizes) == 1
+    """Raises WrongRow unless these placements, on any simulated mesh, are right.
+
+    `together`: devices of the one axis send each other something.
+    """
     if together:
         at_once = equation.all_at_once(inputs, outputs, sizes[0])
     else:

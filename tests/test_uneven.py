@@ -118,7 +118,7 @@ def check(fun, x, mesh, where):
 
 def cases():
     for number, (name, mesh) in enumerate(itertools.product(FUNS, MESHES)):
-        marks = () if (number + ROTATION) % 8 == 0 else pytest.mark.slow
+        marks = () if (number + ROTATION) % 12 == 0 else pytest.mark.slow
         yield pytest.param(name, mesh, marks=marks, id=f"{name}, {mesh}")
 
 
@@ -133,7 +133,7 @@ def test_values_and_bytes(name, mesh):
 
 def with_gradient():
     for number, name in enumerate(sorted(set(FUNS) - WITHOUT_GRADIENT)):
-        yield pytest.param(name, marks=() if (number + ROTATION) % 6 == 0 else pytest.mark.slow)
+        yield pytest.param(name, marks=() if (number + ROTATION) % 8 == 0 else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", list(with_gradient()))
