@@ -48,18 +48,21 @@ def spans(n: int, cuts: Sequence[Cut]) -> list[Span]:
 
 def window(
     x: Any, dim: int, held: Sequence[Span], starts: Sequence[int], length: int, fill: Any,
-    names: Sequence[str], me: Any,
+    names: Sequence[str], me: Any, numbers: Sequence[int],
 ) -> Any:  # fmt: skip
     """Rows [starts[i], starts[i] + length) of a dim for device i, `fill` where there are none.
 
-    `x` is this device's part, `held` the rows of each, `names` the mesh axes that cut the dim, `me`
-    this device's number along them. Each device sends those of its rows that others want, in as
-    few permutes as there are devices that it sends to or hears from.
+    `x` is this device's part, `held` the rows of each, `me` this device's number along the mesh
+    axes that cut the dim, major first. `names` are these axes in the mesh's order, and `numbers`
+    what the devices are called in that order, which is the one that permutes know. Each device
+    sends those of its rows that others want, in as few permutes as there are devices that it sends
+    to or hears from.
     """
     if _counted.get():  # only what is sent is asked for
         for messages in _rounds(held, starts, length):
             size = max(span.count for span in messages.values())
-            permuted(lax.slice_in_dim(x, 0, size, axis=dim), names, list(messages))
+            pairs = [(numbers[o], numbers[i]) for o, i in messages]
+            permuted(lax.slice_in_dim(x, 0, size, axis=dim), names, pairs)
         return lax.full((*x.shape[:dim], length, *x.shape[dim + 1 :]), 0, x.dtype)
     lo = _of(starts, me)
     rows = lo + jnp.arange(length)
@@ -82,7 +85,7 @@ def window(
         for sender, receiver in messages:
             begins[receiver] = held[sender].first + at[sender]
         message = lax.dynamic_slice_in_dim(x, _of(at, me), size, dim)
-        message = permuted(message, names, list(messages))
+        message = permuted(message, names, [(numbers[o], numbers[i]) for o, i in messages])
         message = shifted(message, dim, _of(begins, me) - lo, length)
         wanted = _of([s.first for s in came], me), _of([s.count for s in came], me)
         result = jnp.where(among(*wanted), message, result)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -321,9 +322,10 @@ class LocalCall:
     ) -> Any:
         """Rows [starts[i], starts[i] + length) of a sharded dim of an operand, for device i."""
         where, shape = self.inputs[operand], self.in_avals[operand].shape
-        axes = where.axes_on(dim)
-        held, names = self.spans(where, shape, dim), self.axis_names(axes)
-        return window(x, dim, held, starts, length, fill, names, self.position(axes))
+        axes, held = where.axes_on(dim), self.spans(where, shape, dim)
+        numbers = in_mesh_order(axes, self.sizes)
+        names, me = self.axis_names(sorted(axes)), self.position(axes)
+        return window(x, dim, held, starts, length, fill, names, me, numbers)
 
     def real(self, x: Any, operand: int, dim: int, op: str) -> Any:
         """An operand whose padding along a sharded dim does not count in a reduction."""
@@ -364,6 +366,21 @@ def linear_position(axes: Sequence[int], names: Sequence[str], sizes: Sequence[i
     for axis in axes:
         index = index * sizes[axis] + lax.axis_index(names[axis])
     return index
+
+
+def in_mesh_order(axes: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """The numbers along the same axes in the mesh's order, of devices counted major first.
+
+    >>> in_mesh_order((1, 0), (2, 3))
+    [0, 3, 1, 4, 2, 5]
+    """
+    found = []
+    for place in itertools.product(*(range(sizes[a]) for a in axes)):
+        number = 0
+        for axis, i in sorted(zip(axes, place, strict=True)):
+            number = number * sizes[axis] + i
+        found.append(number)
+    return found
 
 
 def missing_rule(name: str) -> PlacementError:

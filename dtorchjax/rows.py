@@ -321,7 +321,7 @@ class Labels:
     def _equation(self, node: Node) -> list[JointRow]:
         natural = tuple(row for row in signature(node).rows if self._natural(node, row))
         kept = [self._kept(node, axis) for axis in range(len(self.sizes))]
-        rows = tuple(natural if row is None else (row,) for row in kept)
+        rows = tuple(natural if row is None else _the_row(natural, row) for row in kept)
         ins, outs = [v.aval for v in node.inputs], [v.aval for v in node.outputs]
         joint_of = getattr(find_rule(node.name), "joint_rows", None)
         found = joint_of(ins, outs, node.params) if joint_of is not None else None
@@ -410,6 +410,12 @@ def _agrees(row: JointRow, kept: Sequence[Row | None]) -> bool:
     return all(
         axis_row is None or _on_axis(row, axis) == axis_row for axis, axis_row in enumerate(kept)
     )
+
+
+def _the_row(rows: Sequence[Row], kept: Row) -> tuple[Row, ...]:
+    """The row of a table with these placements, which knows by what; one in blocks is in none."""
+    found = tuple(r for r in rows if (r.inputs, r.outputs) == (kept.inputs, kept.outputs))
+    return found or (kept,)
 
 
 def _on_axis(row: JointRow, axis: int) -> Row:

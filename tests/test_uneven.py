@@ -300,6 +300,17 @@ def test_a_storage_that_does_not_fit_is_an_error():
         cut.full_tensor()
 
 
+@pytest.mark.parametrize("name", ["flip", "pad", "rows", "join", "cumsum", "window"])
+def test_rows_move_in_the_order_of_the_axes(name):
+    """Permutes number devices in the mesh's order, whichever axis is major in the dim."""
+    mesh, x, fun = mesh_of("2x4"), normal(7, 5), FUNS[name]
+    placed = dt.distribute_tensor(x, mesh, jax.sharding.PartitionSpec(("b", "a")))
+    close(dt.jit(fun)(placed), jax.jit(fun)(x))
+    cube = dt.init_device_mesh((2, 2, 2), ("a", "b", "c"))
+    placed = dt.distribute_tensor(x, cube, ["S0", "S1", "S0"])
+    close(dt.jit(fun)(placed), jax.jit(fun)(x))
+
+
 # ---- blocks --------------------------------------------------------------------------------------
 
 HEADS = {
