@@ -362,7 +362,18 @@ def scan_parts(eqn: Any) -> ScanParts:
 
 def clean_params(eqn: Any) -> dict[str, Any]:
     """Parameters without whole-array shardings, which mean nothing for one device's part."""
-    return {k: None if k in ("sharding", "out_sharding") else v for k, v in eqn.params.items()}
+    params = {k: None if k in ("sharding", "out_sharding") else v for k, v in eqn.params.items()}
+    return {**_left_out(eqn.primitive.name), **params}
+
+
+@functools.cache
+def _left_out(name: str) -> dict[str, Any]:
+    """Shardings that a program may leave out when it binds a reduction itself, but not inside."""
+    usual = {"reduce_max": jnp.max, "reduce_min": jnp.min}.get(name)
+    if usual is None:
+        return {}
+    traced = jax.make_jaxpr(usual)(jax.ShapeDtypeStruct((1,), "float32"))
+    return {k: v for k, v in traced.eqns[-1].params.items() if k == "out_sharding"}
 
 
 def optimization_barrier(values: Sequence[Any]) -> Sequence[Any]:

@@ -142,7 +142,23 @@ def fits_locally(have: Joint, wanted: Joint, zero: bool = False) -> bool:
 
 
 def _local_moves(paths: Table, zero: bool) -> np.ndarray:
-    return np.array([[fits_locally(s, t, zero) for t in paths.states] for s in paths.states])
+    return _fitting(tuple(paths.states), zero)
+
+
+@functools.lru_cache(maxsize=256)
+def _fitting(states: tuple[Joint, ...], zero: bool) -> np.ndarray:
+    """`fits_locally` of all pairs; most are ruled out axis by axis, all at once."""
+    numbers: dict[Any, int] = {}
+    codes = [[numbers.setdefault(p, len(numbers)) for p in s.placements] for s in states]
+    taken = [isinstance(p, Shard) or (zero and p == Partial()) for p in numbers]
+    whole = [isinstance(p, Replicate) for p in numbers]
+    have, wanted = np.array(codes)[:, None], np.array(codes)[None]
+    fits = ((have == wanted) | (np.array(whole)[have] & np.array(taken)[wanted])).all(-1)
+    fits |= [s.is_local for s in states]
+    for s, t in np.argwhere(fits):
+        fits[s, t] = fits_locally(states[s], states[t], zero)
+    fits.setflags(write=False)
+    return fits
 
 
 def _row_costs(node: Node, labels: Labels) -> np.ndarray:

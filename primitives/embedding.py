@@ -46,6 +46,24 @@ def index_sample(x, index):
 
 
 @op(upcast=False)
+def put_along_axis(x, indices, values, *, axis, mode=None):
+    """x with `values` written at `indices` along `axis`; of two at one place either may stay.
+
+    All have as many dims as x; indices and values broadcast to x but for `axis`. A batch for each
+    element of the other dims, so that these may be sharded. `mode` is that of `x.at[...].set`.
+    """
+    dim = one_axis(x, axis)
+    others = [n for d, n in enumerate(x.shape) if d != dim]
+    ahead = [jnp.moveaxis(part, dim, -1) for part in (x, indices, values)]
+    count = max(ahead[1].shape[-1], ahead[2].shape[-1])
+    index, value = (jnp.broadcast_to(part, (*others, count)) for part in ahead[1:])
+    put = lambda row, i, v: row.at[i].set(v.astype(row.dtype), mode=mode)  # noqa: E731
+    for _ in others:
+        put = jax.vmap(put)
+    return jnp.moveaxis(put(ahead[0], index, value), -1, dim)
+
+
+@op(upcast=False)
 def masked_fill(x, mask, value):
     """x, or `value` where the mask is True; a mask broadcasts."""
     return jnp.where(mask, jnp.asarray(value, x.dtype), x)
@@ -89,7 +107,6 @@ def rotary_embedding(x, positions, *, base=10000.0, interleaved=False):
 
 take = elementary("take", jnp.take)
 take_along_axis = elementary("take_along_axis", jnp.take_along_axis)
-put_along_axis = elementary("put_along_axis", jnp.put_along_axis)
 where = elementary("where", jnp.where)
 nonzero = elementary("nonzero", jnp.nonzero)
 top_k = elementary("top_k", jax.lax.top_k)

@@ -41,16 +41,24 @@ def _(x, y, sizes, *, ragged_dot_dimension_numbers, **_):
 def _(
     x, kernel, *, dimension_numbers, feature_group_count, batch_group_count, lhs_dilation, **_
 ):  # fmt: skip
-    """b c x!, o c k! -> b o y!: channels contract; a window needs what lies beside it"""
+    """b c x!, o c k! -> b o y!: channels contract; a window needs what lies beside it
+
+    In groups of one channel (depthwise), b g x!, g c! k! -> b g y!.
+    """
     n, sides = dimension_numbers, []
     # a dim that comes in groups has another size, or another order, on the other side
     grouped = {"c", "o"} if feature_group_count > 1 else {"b", "o"} if batch_group_count > 1 else ()
+    lead = "xc" if feature_group_count > 1 else "xb"
+    of_groups = x.shape[n.lhs_spec["bc".index(lead[1])]], kernel.shape[n.rhs_spec[0]]
+    # where a dim has as many elements as there are groups, equal parts of the others are groups too
+    together = max(feature_group_count, batch_group_count) in of_groups
+    g = {lead, "ko", "yo"} if grouped and together else ()
     for name, spec, leading in (
         ("x", n.lhs_spec, "bc"),
         ("k", n.rhs_spec, "oc"),
         ("y", n.out_spec, "bo"),
     ):
-        words = [f"{name}{f}!" if f in grouped else f for f in leading]
+        words = ["g" if name + f in g else f"{name}{f}!" if f in grouped else f for f in leading]
         words += [f"{name}{d}!" for d in range(len(spec) - 2)]
         sides.append(" ".join(words[spec.index(d)] for d in range(len(spec))))
     spatial = zip(n.lhs_spec[2:], n.rhs_spec[2:], n.out_spec[2:], lhs_dilation, strict=True)
@@ -69,6 +77,10 @@ def _(call, x, kernel):
     is cut, as in the derivative of a kernel, each device sums its part of every window.
     """
     params, n = call.params, call.params["dimension_numbers"]
+    counts = {}  # groups of this device
+    for kind, dim in (("feature_group_count", n.lhs_spec[1]), ("batch_group_count", n.lhs_spec[0])):
+        if params[kind] > 1:
+            counts[kind] = params[kind] * x.shape[dim] // call.in_avals[0].shape[dim]
     padding = [tuple(p) for p in params["padding"]]
     full, result = call.in_avals[1].shape, call.out_avals[0].shape
     for i, (a, b, c) in enumerate(zip(n.lhs_spec[2:], n.rhs_spec[2:], n.out_spec[2:], strict=True)):
@@ -89,4 +101,4 @@ def _(call, x, kernel):
         else:
             continue
         x, padding[i] = call.window(x, 0, a, starts, length), (0, 0)
-    return call.bind(x, kernel, padding=tuple(padding))
+    return call.bind(x, kernel, padding=tuple(padding), **counts)

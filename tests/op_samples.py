@@ -326,6 +326,18 @@ sample("index_select", [floats(5, 3), integers(5, 4)], lambda x, i: x[i])
 sample("index_select", [floats(3, 5), integers(5, 4)], lambda x, i: x[:, i], axis=-1)
 sample("index_sample", [floats(3, 5), integers(5, 3, 2)], lambda x, i: np.take_along_axis(x, i, 1))
 sample("masked_fill", [floats(4, 8), MASK, floats()], lambda x, m, v: np.where(m, v, x))
+
+
+def written(x, i, v):
+    i, v = np.broadcast_arrays(i, v)
+    out = x.copy()
+    np.put_along_axis(out, i, v, 1)
+    return out
+
+
+WHERE = np.array([[3, 0], [1, 2], [2, 1]])
+sample("put_along_axis", [floats(3, 4), WHERE, floats(3, 2)], written, axis=1)
+sample("put_along_axis", [floats(3, 4), WHERE[:, :1], floats(1, 1)], written, axis=-1)
 sample(
     "masked_select", [floats(4, 8), MASK], lambda x, m: np.append(x[m], [0, 0, 0]),
     size=int(MASK.sum()) + 3,

@@ -398,7 +398,7 @@ dot("bf16 to f32", bf16(6, 6), bf16(6, 5), ((1,), (0,)), to=np.float32)
 
 
 def conv(
-    label: str, image: Maker, kernel: Maker, order: tuple[str, str, str], **kwargs: Any
+    label: str, image: Maker, kernel: Maker, order: tuple[str, str, str] | None, **kwargs: Any
 ) -> None:
     def fun(x: Any, k: Any) -> Any:
         return lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=order, **kwargs)
@@ -408,6 +408,11 @@ def conv(
 
 conv("NHWC", f32(6, 4, 4, 6), f32(3, 3, 6, 12), ("NHWC", "HWIO", "NHWC"))
 conv("NCHW bf16", bf16(2, 6, 5, 4), bf16(6, 6, 1, 3), ("NCHW", "OIHW", "NCHW"))
+conv("depthwise", f32(6, 12, 4, 4), f32(12, 1, 3, 3), None, feature_group_count=12)
+conv("depthwise, two each", f32(2, 6, 4, 4), f32(12, 1, 3, 3), None, feature_group_count=6)
+conv("one of each group", f32(2, 12, 4, 4), f32(6, 2, 3, 3), None, feature_group_count=6)
+conv("batches, depthwise", f32(6, 2, 4, 4), f32(6, 2, 3, 3), None, batch_group_count=6)
+conv("batches, one of each group", f32(12, 2, 4, 4), f32(6, 2, 3, 3), None, batch_group_count=6)
 conv("groups", f32(6, 4, 4, 6), f32(3, 3, 3, 12), ("NHWC", "HWIO", "NHWC"), feature_group_count=2)
 conv(
     "batch groups", f32(6, 4, 4, 6), f32(3, 3, 6, 6), ("NHWC", "HWIO", "NHWC"), batch_group_count=2

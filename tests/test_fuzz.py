@@ -3,15 +3,13 @@
 A few every day; `-m slow` runs 2,000. `python tests/fuzz.py 1 --seed N` repeats one.
 """
 
-import os
-import time
 from collections import Counter
 
 import fuzz
 import jax
 import pytest
+from rotation import ROTATION
 
-ROTATION = int(os.environ.get("DTORCHJAX_SEED", time.time() // 86400))
 TODAY = 8
 
 

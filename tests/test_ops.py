@@ -1,14 +1,13 @@
 """Every operator: values, derivatives, dtypes and special values."""
 
 import functools
-import os
-import time
 
 import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
 from op_samples import SAMPLES
+from rotation import today
 
 import dtorchjax as dt
 from dtorchjax import primitives as ops
@@ -17,17 +16,6 @@ from dtorchjax.registry import OPS
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2}
 BY_OP = {s.op: s for s in reversed(SAMPLES)}
-
-
-ROTATION = int(os.environ.get("DTORCHJAX_SEED", time.time() // 86400))
-
-
-def today(items, part):
-    """One of `part` parts of the items, another one each day; the others are slow."""
-    return [
-        pytest.param(x, id=str(x), marks=() if (i + ROTATION) % part == 0 else pytest.mark.slow)
-        for i, x in enumerate(items)
-    ]
 
 
 @pytest.fixture(autouse=True)

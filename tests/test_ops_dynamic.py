@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
-from test_ops import BY_OP, Call, close, finite, today
+from rotation import today
+from test_ops import BY_OP, Call, close, finite
 
 import dtorchjax as dt
 

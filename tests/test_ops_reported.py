@@ -418,7 +418,7 @@ def test_labels_that_are_no_class():
 def test_put_along_axis_and_its_gradients():
     x, values = normal(3, 4), normal(3, 2)
     index = jnp.asarray([[0, 2], [3, 1], [1, 0]])
-    put = lambda x, v: ops.put_along_axis(x, index, v, axis=1, inplace=False)  # noqa: E731
+    put = lambda x, v: ops.put_along_axis(x, index, v, axis=1)  # noqa: E731
     wanted = np.array(x)
     np.put_along_axis(wanted, np.asarray(index), np.asarray(values), 1)
     close(put(x, values), wanted)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from jax import numpy as jnp
 from op_samples import SAMPLES
-from test_ops import BY_OP, Call, close, finite, today
+from rotation import today
+from test_ops import BY_OP, Call, close, finite
 
 import dtorchjax as dt
 from dtorchjax.notation import PlacementSignature

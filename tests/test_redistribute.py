@@ -2,14 +2,13 @@
 
 import heapq
 import itertools
-import os
 import random
-import time
 
 import jax
 import numpy as np
 import pytest
 import simulated
+from rotation import ROTATION
 
 import dtorchjax as dt
 from dtorchjax import dtensor
@@ -19,7 +18,6 @@ from dtorchjax.placements import Joint, Layout, Partial, R, joint, kinds_of, par
 from dtorchjax.redistribute import states as states_of
 from dtorchjax.redistribute import table
 
-ROTATION = int(os.environ.get("DTORCHJAX_SEED", time.time() // 86400))
 """Which pairs are tried changes every day; set it to repeat one of them."""
 
 KINDS = ("sum", "max", "min", "prod")

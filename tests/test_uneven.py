@@ -1,18 +1,16 @@
 """Dims that do not divide, and dims in blocks: values, gradients, bytes, storage."""
 
 import itertools
-import os
-import time
 
 import jax
 import numpy as np
 import optax
 import pytest
 from jax import numpy as jnp
+from rotation import ROTATION
 
 import dtorchjax as dt
 
-ROTATION = int(os.environ.get("DTORCHJAX_SEED", time.time() // 86400))
 MESHES = {"2x4": ((2, 4), ("a", "b")), "3": ((3,), ("a",)), "2x3": ((2, 3), ("a", "b"))}
 
 
