@@ -52,11 +52,11 @@ def window(
 ) -> Any:  # fmt: skip
     """Rows [starts[i], starts[i] + length) of a dim for device i, `fill` where there are none.
 
-    `x` is this device's part, `held` the rows of each, `me` this device's number along the mesh
-    axes that cut the dim, major first. `names` are these axes in the mesh's order, and `numbers`
-    what the devices are called in that order, which is the one that permutes know. Each device
-    sends those of its rows that others want, in as few permutes as there are devices that it sends
-    to or hears from.
+    `x` is this device's part, `held` the rows of each, `me` this device's number along mesh axes,
+    major first: those that cut the dim, and any by which the starts differ. `names` are these axes
+    in the mesh's order, and `numbers` what the devices are called in that order, which is the one
+    that permutes know. Each device sends those of its rows that others want, in as few permutes as
+    there are devices that it sends to or hears from.
     """
     if _counted.get():  # only what is sent is asked for
         for messages in _rounds(held, starts, length):
@@ -110,12 +110,19 @@ def shifted(x: Any, dim: int, by: Any, length: int) -> Any:
 def _rounds(
     held: Sequence[Span], starts: Sequence[int], length: int
 ) -> list[dict[tuple[int, int], Span]]:
-    """What is sent, {(from, to): rows}; in one round a device sends and hears once at most."""
+    """What is sent, {(from, to): rows}; in one round a device sends and hears once at most.
+
+    Of several devices that hold the same rows the nearest sends them.
+    """
     edges = []
-    for (o, span), (i, lo) in itertools.product(enumerate(held), enumerate(starts)):
-        first, end = max(lo, span.first), min(lo + length, span.first + span.count)
-        if o != i and first < end:
-            edges.append((abs(i - o), i - o, o, i, Span(first, end - first)))
+    for i, lo in enumerate(starts):
+        known = {held[i]}
+        for o in sorted(range(len(held)), key=lambda o: abs(i - o)):
+            span = held[o]
+            first, end = max(lo, span.first), min(lo + length, span.first + span.count)
+            if span not in known and first < end:
+                known.add(span)
+                edges.append((abs(i - o), i - o, o, i, Span(first, end - first)))
     rounds: list[dict[tuple[int, int], Span]] = []
     for _, _, o, i, span in sorted(edges):
         for known in rounds:

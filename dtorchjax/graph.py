@@ -26,7 +26,7 @@ WHILE_TRIPS = 8
 """How often a while loop is thought to run."""
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Value:
     """One array of the program."""
 
@@ -41,7 +41,7 @@ class Value:
         return self.scope.weight
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Node:
     """One equation, port, input, output, constant or literal.
 
@@ -76,7 +76,7 @@ class Node:
         return f"backward of {body.name}" if self.name == "dfunction_backward" else body.name
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Scope:
     """A straight line of steps that runs `times` times; `weight` says how much that counts."""
 
@@ -87,7 +87,7 @@ class Scope:
     outputs: list[Value] = dataclasses.field(default_factory=list)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Loop:
     """scan, while or cond: ports in, inner scopes, ports out.
 
@@ -107,14 +107,14 @@ class Loop:
     scan: _jax.ScanParts | None = None
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Barrier:
     """The values of these ports pass an optimization barrier together (jax.checkpoint)."""
 
     ports: list[Node]
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Graph:
     """A whole program; `donated` are the inputs whose memory the results may take.
 

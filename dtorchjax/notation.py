@@ -37,7 +37,8 @@ from dtorchjax.placements import (
 class Row(NamedTuple):
     """One line of a signature for one mesh axis: `S1, S0 -> P`.
 
-    `by` names the collective that the devices need for it: `S0 -> S0 by permute`.
+    `by` names the collective that the devices need for it: `S0 -> S0 by permute`; or they take
+    what they need from the whole, by no equal cut: `R, R -> S2 by slice`.
     """
 
     inputs: tuple[Placement, ...]

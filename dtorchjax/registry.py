@@ -317,12 +317,29 @@ class LocalCall:
         """The rows of every device along the axes that cut a dim without blocks."""
         return spans(shape[dim], where.cuts_on(dim, self.sizes))
 
+    def along(self, axes: Sequence[int], where: Joint, values: Sequence[Any], dim: int) -> list:
+        """What is known of a dim's parts, for every device along mesh axes that include its own."""
+        on = where.axes_on(dim)
+        found = []
+        for place in itertools.product(*(range(self.sizes[a]) for a in axes)):
+            at = dict(zip(axes, place, strict=True))
+            number = 0
+            for axis in on:
+                number = number * self.sizes[axis] + at[axis]
+            found.append(values[number])
+        return found
+
     def window(
-        self, x: Any, operand: int, dim: int, starts: Sequence[int], length: int, fill: Any = 0
-    ) -> Any:
-        """Rows [starts[i], starts[i] + length) of a sharded dim of an operand, for device i."""
+        self, x: Any, operand: int, dim: int, starts: Sequence[int], length: int, fill: Any = 0,
+        axes: Sequence[int] | None = None,
+    ) -> Any:  # fmt: skip
+        """Rows [starts[i], starts[i] + length) of a dim of an operand, for device i.
+
+        Devices are counted along `axes`, by default those that cut the dim.
+        """
         where, shape = self.inputs[operand], self.in_avals[operand].shape
-        axes, held = where.axes_on(dim), self.spans(where, shape, dim)
+        axes = where.axes_on(dim) if axes is None else tuple(axes)
+        held = self.along(axes, where, self.spans(where, shape, dim), dim)
         numbers = in_mesh_order(axes, self.sizes)
         names, me = self.axis_names(sorted(axes)), self.position(axes)
         return window(x, dim, held, starts, length, fill, names, me, numbers)

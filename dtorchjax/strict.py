@@ -169,7 +169,9 @@ class _Report:
                 v
                 for n in region
                 for v in n.inputs
-                if v not in inside and v.producer is not None and v.producer.kind != "literal"
+                if v not in inside
+                and v.producer in self.found.rows  # not beyond the failure
+                and v.producer.kind != "literal"
             )
         )
         names = self._names(entering)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from dtorchjax.exchange import movable
 from dtorchjax.registry import local, rule
 
@@ -66,15 +68,20 @@ def _(
         row
         for a, b, c, dilation in spatial
         if dilation == 1 and movable(x)
-        for row in (f"S{a}, R -> S{c} by permute", f"S{a}, S{b} -> P by permute")
+        for row in (
+            f"S{a}, R -> S{c} by permute",
+            f"S{a}, S{b} -> P by permute",
+            f"R, R -> S{c} by slice",
+            f"R, S{b} -> P by slice",
+        )
     ]
     return f"{sides[0]}, {sides[1]} -> {sides[2]}", rows
 
 
 @local("conv_general_dilated", uneven=True, blocks=True, sends=True)
 def _(call, x, kernel):
-    """A part of a dim of the result needs what lies beside that part of x; where the window's dim
-    is cut, as in the derivative of a kernel, each device sums its part of every window.
+    """A part of a dim of the result needs a window of x: what lies beside a part of it; where the
+    kernel's dim is cut, as in its derivative, each device sums its part of every window.
     """
     params, n = call.params, call.params["dimension_numbers"]
     counts = {}  # groups of this device
@@ -89,16 +96,15 @@ def _(call, x, kernel):
             params["rhs_dilation"][i],
             padding[i][0],
         )
-        reach = lambda size, dilation=dilation: (size - 1) * dilation + 1  # noqa: E731
-        if call.outputs[0].axes_on(c):
-            spans = call.spans(call.outputs[0], result, c)
-            starts = [s.first * stride - low for s in spans]
-            length = (call.out_shape()[c] - 1) * stride + reach(full[b])
-        elif call.inputs[1].axes_on(b):
-            spans = call.spans(call.inputs[1], full, b)
-            starts = [s.first * dilation - low for s in spans]
-            length = (result[c] - 1) * stride + reach(kernel.shape[b])
-        else:
+        reads = ((call.outputs[0], result, c, stride), (call.inputs[1], full, b, dilation))
+        over = {axis for where, _, dim, _ in reads for axis in where.axes_on(dim)}
+        over |= set(call.inputs[0].axes_on(a))
+        if not over:
             continue
-        x, padding[i] = call.window(x, 0, a, starts, length), (0, 0)
+        axes, starts = sorted(over), [-low] * math.prod(call.sizes[axis] for axis in over)
+        for where, shape, dim, step in reads:
+            spans = call.along(axes, where, call.spans(where, shape, dim), dim)
+            starts = [start + span.first * step for start, span in zip(starts, spans, strict=True)]
+        length = (call.out_shape()[c] - 1) * stride + (kernel.shape[b] - 1) * dilation + 1
+        x, padding[i] = call.window(x, 0, a, starts, length, axes=axes), (0, 0)
     return call.bind(x, kernel, padding=tuple(padding), **counts)
