@@ -38,21 +38,25 @@ class Row(NamedTuple):
     """One line of a signature for one mesh axis: `S1, S0 -> P`.
 
     `by` names the collective that the devices need for it: `S0 -> S0 by permute`; or they take
-    what they need from the whole, by no equal cut: `R, R -> S2 by slice`.
+    what they need from the whole, by no equal cut: `R, R -> S2 by slice`. `S1, S0 -> S1 in 6
+    groups` is for numbers of devices that divide the groups.
     """
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     by: str = ""
+    groups: int = 0
 
     def __str__(self) -> str:
         sides = (", ".join(map(str, side)) for side in (self.inputs, self.outputs))
-        return " -> ".join(sides).strip() + (f" by {self.by}" if self.by else "")
+        how = f" by {self.by}" if self.by else f" in {self.groups} groups" if self.groups else ""
+        return " -> ".join(sides).strip() + how
 
 
 def parse_row(text: str) -> Row:
     """`"P, S0 -> P"` -> Row."""
     text, _, by = text.partition(" by ")
+    text, _, groups = text.partition(" in ")
     left, arrow, right = text.partition("->")
     if not arrow:
         raise PlacementError(f"a row is `inputs -> outputs`, not {text!r}")
@@ -60,7 +64,7 @@ def parse_row(text: str) -> Row:
         tuple(parse_placement(word) for word in side.split(",") if word.strip())
         for side in (left, right)
     ]
-    return Row(sides[0], sides[1], by)
+    return Row(sides[0], sides[1], by, int(groups.removesuffix(" groups") or 0))
 
 
 # ---- sentences ---------------------------------------------------------------------------------

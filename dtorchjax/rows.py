@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dtorchjax import _jax
@@ -98,6 +99,8 @@ def joint_rows(
         sends = any(row.by for row in combination)
         if sends and _cut_twice(combination):
             continue
+        if not all(row.groups % devices == 0 for row, devices in _devices(combination, sizes)):
+            continue
         even = all(divides(a.shape, c, sizes) for a, c in zip(avals, columns, strict=True))
         if not even and allowed == EVEN:
             continue
@@ -107,6 +110,12 @@ def joint_rows(
                 continue
             found[JointRow(tuple(placed[:n_in]), tuple(placed[n_in:]))] = None
     return list(found)
+
+
+def _devices(combination: Sequence[Row], sizes: Sequence[int]) -> Iterator[tuple[Row, int]]:
+    """The rows of a combination and the number of devices along all axes that have them."""
+    for row in set(combination):
+        yield row, math.prod(n for r, n in zip(combination, sizes, strict=True) if r == row)
 
 
 def whole_row(rows: Iterable[Row], n_in: int, n_out: int) -> Row:
@@ -146,7 +155,7 @@ def _in_blocks(rows: Sequence[Row], avals: Sequence[Any], allowed: Allowed) -> l
         cut = [(p, a) for p, a in zip((*row.inputs, *row.outputs), avals) if isinstance(p, Shard)]
         sizes = {a.shape[p.dim] for p, a in cut}
         for n, blocks in allowed.blocks if len(sizes) == 1 else ():
-            if n in sizes and not row.by and all(p.blocks == 1 for p, _ in cut):
+            if n in sizes and not (row.by or row.groups) and all(p.blocks == 1 for p, _ in cut):
                 ins, outs = (
                     tuple(Shard(p.dim, blocks) if isinstance(p, Shard) else p for p in side)
                     for side in (row.inputs, row.outputs)

@@ -26,7 +26,7 @@ def _(x, y, *, dimension_numbers, **_):
 
 @rule("ragged_dot_general", linear="0; 1", when=keeps_sums)
 def _(x, y, sizes, *, ragged_dot_dimension_numbers, **_):
-    """m! k, g! k n, g! -> m! n: rows of x by groups, each with a matrix of its own"""
+    """b m! k, g! k n, b g! -> b m! n: rows of x by groups, each with a matrix of its own"""
     n = ragged_dot_dimension_numbers
     (cx, cy), (bx, by) = n.dot_dimension_numbers
     ragged, groups = n.lhs_ragged_dimensions, n.rhs_group_dimensions
@@ -36,7 +36,11 @@ def _(x, y, sizes, *, ragged_dot_dimension_numbers, **_):
     if set(ragged) & set(cx):  # each group sums a stretch of its own
         kept = f"group! {kept}"
     result = " ".join(word for word in kept.split() if word != "-")
-    return f"{x}, {y}, {sizes.whole(*range(len(sizes)))} -> {result or '-'}"
+    free = [d for d in range(len(x)) if d not in (*bx, *cx)]
+    order = [*bx, *(cx if set(ragged) & set(cx) else free)]  # groups may differ with those before
+    before = order[: order.index(ragged[0])] if len(sizes) > 1 else []
+    sizes = sizes.shared([*range(len(before))], x[before]).whole(len(sizes) - 1)
+    return f"{x}, {y}, {sizes} -> {result or '-'}"
 
 
 @rule("conv_general_dilated", linear="each", when=keeps_sums)
@@ -53,7 +57,8 @@ def _(
     lead = "xc" if feature_group_count > 1 else "xb"
     of_groups = x.shape[n.lhs_spec["bc".index(lead[1])]], kernel.shape[n.rhs_spec[0]]
     # where a dim has as many elements as there are groups, equal parts of the others are groups too
-    together = max(feature_group_count, batch_group_count) in of_groups
+    groups = max(feature_group_count, batch_group_count)
+    together = groups in of_groups
     g = {lead, "ko", "yo"} if grouped and together else ()
     for name, spec, leading in (
         ("x", n.lhs_spec, "bc"),
@@ -75,6 +80,9 @@ def _(
             f"R, S{b} -> P by slice",
         )
     ]
+    if grouped and not together:  # some numbers of devices divide the dims but not the groups
+        split = n.lhs_spec["bc".index(lead[1])], n.rhs_spec[0], n.out_spec[1]
+        rows.append("S{}, S{} -> S{} in {} groups".format(*split, groups))
     return f"{sides[0]}, {sides[1]} -> {sides[2]}", rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax import numpy as jnp
 
-from dtorchjax.registry import elementwise, elementwise_sentence, rule
+from dtorchjax.registry import elementwise, elementwise_sentence, local, rule
 
 
 def inexact(in_avals, out_avals, params) -> bool:
@@ -113,3 +113,19 @@ def _(x, *, out, **_):
     word = [f"{f}!" for f in [*longer][len(names) :]]
     left, right = (" ".join([*names, *(word if len(d) > len(names) else [])]) for d in (x, out[0]))
     return f"{left or '-'} -> {right or '-'}"
+
+
+@local("mulhi", uneven=True, blocks=True)
+def _(call, x, y):
+    """From halves: XLA knows no `mulhi` in a program for several devices."""
+    info = jnp.iinfo(x.dtype)
+    half, low = info.bits // 2, (1 << info.bits // 2) - 1
+    a, b = (v.astype(f"uint{info.bits}") for v in (x, y))
+    a0, a1, b0, b1 = a & low, a >> half, b & low, b >> half
+    first = a1 * b0 + (a0 * b0 >> half)
+    second = a0 * b1 + (first & low)
+    high = (a1 * b1 + (first >> half) + (second >> half)).astype(x.dtype)
+    if info.min == 0:
+        return high
+    zero = jnp.zeros((), x.dtype)
+    return high - jnp.where(x < 0, y, zero) - jnp.where(y < 0, x, zero)

@@ -54,9 +54,10 @@ elementwise("random_seed")
 
 @rule("random_gamma")
 def _(keys, a, **_):
-    """k!, a! -> a!: a sample's number, from which its key is made, is its place in the whole"""
-    shape = a.whole(*range(len(a)))
-    return f"{keys.whole(*range(len(keys)))}, {shape} -> {shape}"
+    """k, k a! -> k a!: a sample's key is made of k and of its place among all of k's samples"""
+    batch = [*range(len(keys))]
+    a = a.shared(batch, keys[batch]).whole(*range(len(keys), len(a)))
+    return f"{keys}, {a} -> {a}"
 
 
 @rule("rng_bit_generator")

@@ -183,9 +183,25 @@ class Equation:
         pairs = zip((*inputs, *outputs), (*self.in_avals, *self.out_avals), strict=True)
         return all(divides(aval.shape, where.placements, sizes) for where, aval in pairs)
 
+    def in_groups(
+        self, inputs: Sequence[Joint], outputs: Sequence[Joint], sizes: Sequence[int]
+    ) -> Iterator[tuple[int, int]]:
+        """(groups, devices) of every row whose devices have to divide its groups."""
+        for row in self.signature().rows if self.name in RULES else ():
+            axes = [
+                a
+                for a in range(len(sizes))
+                if row.inputs == tuple(j.placements[a] for j in inputs)
+                and row.outputs == tuple(j.placements[a] for j in outputs)
+            ]
+            if row.groups and axes:
+                yield row.groups, math.prod(sizes[a] for a in axes)
+
     def fits(self, inputs: Sequence[Joint], outputs: Sequence[Joint], sizes: Sequence[int]) -> bool:
         """These placements are among the rows of a program in which every size may be uneven."""
         avals = [*self.in_avals, *self.out_avals]
+        if any(groups % devices for groups, devices in self.in_groups(inputs, outputs, sizes)):
+            return False
         if self.divides(inputs, outputs, sizes):
             return True
         blocks = {
