@@ -573,12 +573,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", today(CASES, 2))
+@pytest.mark.parametrize("case", today(CASES, 4))
 def test_the_layouts_send_nothing(case):
     CASES[case].check_plan()
 
 
-@pytest.mark.parametrize("case", today(CASES, 6))
+@pytest.mark.parametrize("case", today(CASES, 12))
 def test_the_values_are_those_of_one_device(case):
     CASES[case].check_values()
 

@@ -1,10 +1,13 @@
 """dfunctions as users write them: plain arrays, DTensors, dt.jit, and JAX's transformations."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
 from jax import lax
 from jax import numpy as jnp
+from rotation import today
 
 import dtorchjax as dt
 from dtorchjax.notation import parse_row
@@ -507,13 +510,19 @@ def in_a_branch(f):
 WRAPS = [
     plain, in_jit, vmapped, scanned, rematerialised, scanned_and_rematerialised, in_a_branch,
 ]  # fmt: skip
+BODIES = {"derived": dense, "by hand": by_hand}
 PLACES = {"rows": ("S0,R", "R,S1"), "inner": ("S0,S1", "R,S0"), "whole": ("R,R", "R,R")}
 
 
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("fun", [dense, by_hand], ids=["derived", "by hand"])
-@pytest.mark.parametrize("wrap", WRAPS, ids=lambda f: f.__name__)
-def test_transformations(mesh24, wrap, fun, where):
+TRANSFORMED = {
+    f"{wrap.__name__}, {body}, {where}": (wrap, fun, where)
+    for wrap, (body, fun), where in itertools.product(WRAPS, BODIES.items(), PLACES)
+}
+
+
+@pytest.mark.parametrize("case", today(TRANSFORMED, 3))
+def test_transformations(mesh24, case):
+    wrap, fun, where = TRANSFORMED[case]
     x, w = (dt.distribute_tensor(a, mesh24, p) for a, p in zip((X, W), PLACES[where], strict=True))
     program = wrap(fun)
     expected = jax.value_and_grad(wrap(reference), (0, 1))(X, W)
@@ -564,7 +573,7 @@ def test_vmaps(mesh24, case):
         all_close(dt.jit(jax.value_and_grad(plain(program(fun)), (0, 1)))(x, w), expected)
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", today(PLACES, 3))
 def test_forward_mode_and_second_derivatives(mesh24, where):
     x, w = (dt.distribute_tensor(a, mesh24, p) for a, p in zip((X, W), PLACES[where], strict=True))
     tangents = X[::-1].copy(), W[::-1].copy()

@@ -168,7 +168,7 @@ PROGRAMS = {  # what: (function, arguments, mesh, placements)
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", today(PROGRAMS, 3))
+@pytest.mark.parametrize("what", today(PROGRAMS, 4))
 def test_values(what):
     fun, arguments, sizes, layouts = PROGRAMS[what]
     mesh = mesh_of(*sizes)
@@ -309,9 +309,13 @@ def test_rows_over_two_axes_in_both_orders(n):
             np.testing.assert_array_equal(moved.redistribute(spec(order)).full_tensor(), x)
 
 
-@pytest.mark.parametrize("kind", ["uniform", "bernoulli", "categorical", "permutation", "dropout"])
-@pytest.mark.parametrize("rows", [62, 124])
-def test_random_numbers_do_not_depend_on_devices(kind, rows):
+KINDS = ("uniform", "bernoulli", "categorical", "permutation", "dropout")
+
+
+@pytest.mark.parametrize("case", today([f"{kind} {n}" for kind in KINDS for n in (62, 124)], 4))
+def test_random_numbers_do_not_depend_on_devices(case):
+    kind, rows = case.split()[0], int(case.split()[1])
+
     def draw(x):
         key = jax.random.key(5)
         if kind == "categorical":
