@@ -64,14 +64,14 @@ def window(
             pairs = [(numbers[o], numbers[i]) for o, i in messages]
             permuted(lax.slice_in_dim(x, 0, size, axis=dim), names, pairs)
         return lax.full((*x.shape[:dim], length, *x.shape[dim + 1 :]), 0, x.dtype)
-    lo = _of(starts, me)
+    lo = entry(starts, me)
     rows = lo + jnp.arange(length)
     spread = [d for d in range(x.ndim) if d != dim]
 
     def among(first: Any, count: Any) -> Any:
         return jnp.expand_dims((rows >= first) & (rows < first + count), spread)
 
-    first, count = _of([s.first for s in held], me), _of([s.count for s in held], me)
+    first, count = entry([s.first for s in held], me), entry([s.count for s in held], me)
     own = shifted(x, dim, first - lo, length)
     result = jnp.where(among(first, count), own, jnp.asarray(fill, x.dtype))
     for messages in _rounds(held, starts, length):
@@ -84,15 +84,15 @@ def window(
         begins = [0] * len(held)
         for sender, receiver in messages:
             begins[receiver] = held[sender].first + at[sender]
-        message = lax.dynamic_slice_in_dim(x, _of(at, me), size, dim)
+        message = lax.dynamic_slice_in_dim(x, entry(at, me), size, dim)
         message = permuted(message, names, [(numbers[o], numbers[i]) for o, i in messages])
-        message = shifted(message, dim, _of(begins, me) - lo, length)
-        wanted = _of([s.first for s in came], me), _of([s.count for s in came], me)
+        message = shifted(message, dim, entry(begins, me) - lo, length)
+        wanted = entry([s.first for s in came], me), entry([s.count for s in came], me)
         result = jnp.where(among(*wanted), message, result)
     return result
 
 
-def _of(table: Sequence[int], me: Any) -> Any:
+def entry(table: Sequence[int], me: Any) -> Any:
     """This device's entry."""
     if len(set(table)) == 1:
         return table[0]
@@ -162,3 +162,16 @@ def movable(aval: Any) -> bool:
     return not jnp.issubdtype(aval.dtype, jax.dtypes.extended) and all(
         isinstance(n, int) for n in aval.shape
     )
+
+
+def by_permute(
+    x: Any, dims: Sequence[int], operands: int = 1, results: int = 1, others: int = 0
+) -> list[str]:
+    """Rows, as text, of dims that stay cut, where devices send each other what moves."""
+    if not movable(x):
+        return []
+    return [
+        f"{', '.join([f'S{d}'] * operands + ['R'] * others)} -> {', '.join([f'S{d}'] * results)}"
+        " by permute"
+        for d in dims
+    ]

@@ -20,7 +20,7 @@ from jax import lax
 from jax import numpy as jnp
 
 from dtorchjax.errors import PlacementError
-from dtorchjax.exchange import Span, counting, spans, window
+from dtorchjax.exchange import Span, counting, entry, spans, window
 from dtorchjax.notation import (
     Dims,
     PlacementSignature,
@@ -343,6 +343,39 @@ class LocalCall:
         numbers = in_mesh_order(axes, self.sizes)
         names, me = self.axis_names(sorted(axes)), self.position(axes)
         return window(x, dim, held, starts, length, fill, names, me, numbers)
+
+    def regrouped(self, x: Any, dim: int, within: int, result: int, of: int) -> Any:
+        """A dim of operand 0, each row `within` elements, as the part of a dim of the result.
+
+        Whose rows are `of` elements. In `x` the elements of the rows lie along one dim.
+        """
+        where, shape = self.inputs[0], self.in_avals[0].shape
+        held = [Span(s.first * within, s.count * within) for s in self.spans(where, shape, dim)]
+        wanted = [
+            Span(s.first * of, s.count * of)
+            for s in self.spans(self.outputs[0], self.out_avals[0].shape, result)
+        ]
+        starts, length = [s.first for s in wanted], self.out_shape()[result] * of
+        if held == wanted and length == x.shape[dim]:
+            return x
+        axes = where.axes_on(dim)
+        names, numbers = self.axis_names(sorted(axes)), in_mesh_order(axes, self.sizes)
+        return window(x, dim, held, starts, length, 0, names, self.position(axes), numbers)
+
+    def dilated(
+        self, x: Any, operand: int, dim: int, starts: Sequence[int], length: int, step: int,
+        fill: Any = 0, axes: Sequence[int] | None = None,
+    ) -> Any:  # fmt: skip
+        """Rows as of `window`, of a dim with `step` - 1 rows of `fill` between any two."""
+        if step == 1:
+            return self.window(x, operand, dim, starts, length, fill, axes)
+        begins, offsets = [s // step for s in starts], [s % step for s in starts]
+        count = (max(offsets) + length - 1) // step + 1
+        x = self.window(x, operand, dim, begins, count, fill, axes)
+        widths = [(0, step - 1, step - 1) if d == dim else (0, 0, 0) for d in range(x.ndim)]
+        x = lax.pad(x, jnp.asarray(fill, x.dtype), widths)
+        axes = self.inputs[operand].axes_on(dim) if axes is None else axes
+        return lax.dynamic_slice_in_dim(x, entry(offsets, self.position(tuple(axes))), length, dim)
 
     def real(self, x: Any, operand: int, dim: int, op: str) -> Any:
         """An operand whose padding along a sharded dim does not count in a reduction."""

@@ -199,13 +199,26 @@ def _axis_orders(combination: Sequence[Row]) -> Iterable[tuple[int, ...]]:
         if any(isinstance(p, Shard) for p in row.inputs + row.outputs):
             groups.setdefault(row, []).append(axis)
     shared = [group for group in groups.values() if len(group) > 1]
-    plain = list(range(len(combination)))
+    plain, finest = list(range(len(combination))), _finest(combination)
     for choice in itertools.product(*(itertools.permutations(group) for group in shared)):
         order = list(plain)
         for group, permuted in zip(shared, choice, strict=True):
             for place, axis in zip(group, permuted, strict=True):
                 order[place] = axis
-        yield tuple(order)
+        yield tuple(sorted(order, key=lambda axis: -finest[axis]))
+
+
+def _finest(combination: Sequence[Row]) -> list[int]:
+    """By axis the most blocks in which its row cuts a dim, if another dim of it has fewer.
+
+    Such a row speaks of the blocks of a whole dim (6, 4 -> 24 by S1 -> S0/6): in another's part
+    there are fewer, so it cuts first. A row of dims alike may cut first or last.
+    """
+    found = []
+    for row in combination:
+        blocks = {p.blocks for p in (*row.inputs, *row.outputs) if isinstance(p, Shard)}
+        found.append(max(blocks) if len(blocks) > 1 else 1)
+    return found
 
 
 class Labels:

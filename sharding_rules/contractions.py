@@ -45,7 +45,7 @@ def _(x, y, sizes, *, ragged_dot_dimension_numbers, **_):
 
 @rule("conv_general_dilated", linear="each", when=keeps_sums)
 def _(
-    x, kernel, *, dimension_numbers, feature_group_count, batch_group_count, lhs_dilation, **_
+    x, kernel, *, dimension_numbers, feature_group_count, batch_group_count, **_
 ):  # fmt: skip
     """b c x!, o c k! -> b o y!: channels contract; a window needs what lies beside it
 
@@ -68,11 +68,11 @@ def _(
         words = ["g" if name + f in g else f"{name}{f}!" if f in grouped else f for f in leading]
         words += [f"{name}{d}!" for d in range(len(spec) - 2)]
         sides.append(" ".join(words[spec.index(d)] for d in range(len(spec))))
-    spatial = zip(n.lhs_spec[2:], n.rhs_spec[2:], n.out_spec[2:], lhs_dilation, strict=True)
+    spatial = zip(n.lhs_spec[2:], n.rhs_spec[2:], n.out_spec[2:], strict=True)
     rows = [
         row
-        for a, b, c, dilation in spatial
-        if dilation == 1 and movable(x)
+        for a, b, c in spatial
+        if movable(x)
         for row in (
             f"S{a}, R -> S{c} by permute",
             f"S{a}, S{b} -> P by permute",
@@ -96,7 +96,7 @@ def _(call, x, kernel):
     for kind, dim in (("feature_group_count", n.lhs_spec[1]), ("batch_group_count", n.lhs_spec[0])):
         if params[kind] > 1:
             counts[kind] = params[kind] * x.shape[dim] // call.in_avals[0].shape[dim]
-    padding = [tuple(p) for p in params["padding"]]
+    padding, dilations = [tuple(p) for p in params["padding"]], list(params["lhs_dilation"])
     full, result = call.in_avals[1].shape, call.out_avals[0].shape
     for i, (a, b, c) in enumerate(zip(n.lhs_spec[2:], n.rhs_spec[2:], n.out_spec[2:], strict=True)):
         stride, dilation, low = (
@@ -114,5 +114,13 @@ def _(call, x, kernel):
             spans = call.along(axes, where, call.spans(where, shape, dim), dim)
             starts = [start + span.first * step for start, span in zip(starts, spans, strict=True)]
         length = (call.out_shape()[c] - 1) * stride + (kernel.shape[b] - 1) * dilation + 1
-        x, padding[i] = call.window(x, 0, a, starts, length, axes=axes), (0, 0)
-    return call.bind(x, kernel, padding=tuple(padding), **counts)
+        between = params["lhs_dilation"][i]
+        begin, offset = zip(*(divmod(start, between) for start in starts), strict=True)
+        if len({*offset}) == 1:
+            rows = (offset[0] + length - 1) // between + 1
+            x = call.window(x, 0, a, begin, rows, axes=axes)
+            padding[i] = (-offset[0], offset[0] + length - (rows - 1) * between - 1)
+        else:  # the devices' windows do not begin alike: what lies between rows is stored
+            x = call.dilated(x, 0, a, starts, length, between, axes=axes)
+            padding[i], dilations[i] = (0, 0), 1
+    return call.bind(x, kernel, padding=tuple(padding), lhs_dilation=tuple(dilations), **counts)

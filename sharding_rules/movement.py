@@ -7,8 +7,9 @@ import math
 from jax import lax
 from jax import numpy as jnp
 
-from dtorchjax.exchange import movable, shifted
+from dtorchjax.exchange import by_permute, movable, shifted
 from dtorchjax.notation import Dims
+from dtorchjax.parts import is_even
 from dtorchjax.registry import local, rule
 
 moves = {"linear": "0", "moves": True}
@@ -35,17 +36,6 @@ def _(x, *, dimensions, **_):
     """b n! -> b n!, or rows go to the device that mirrors"""
     x = x.whole(*dimensions)
     return f"{x} -> {x}", by_permute(x, dimensions)
-
-
-def by_permute(x, dims, operands=1, results=1, others=0) -> list[str]:
-    """Rows of dims that stay cut, where devices send each other what moves."""
-    if not movable(x):
-        return []
-    return [
-        f"{', '.join([f'S{d}'] * operands + ['R'] * others)} -> {', '.join([f'S{d}'] * results)}"
-        " by permute"
-        for d in dims
-    ]
 
 
 @local("rev", uneven=True, sends=True)
@@ -109,9 +99,11 @@ def _(x, *, new_sizes, dimensions=None, **_):
     sizes = [x.shape[d] for d in order]
     left, right, rows = [], [], []
     for number, (source, target) in enumerate(reshape_groups(sizes, new_sizes)):
-        rows += block_rows(source, target, sizes, new_sizes) if dimensions is None else []
+        if dimensions is None:
+            rows += block_rows(source, target, sizes, new_sizes)
+            rows += regrouped_rows(x, source, target, sizes, new_sizes)
         for side, names, shape in ((source, left, sizes), (target, right, new_sizes)):
-            leads = next((d for d in side if shape[d] > 1), None)
+            leads = leading(side, shape)
             tag = "ab"[names is right]
             names += [
                 f"g{number}" if d == leads else f"{tag}{d}!" if shape[d] > 1 else "1" for d in side
@@ -133,6 +125,19 @@ def block_rows(source, target, sizes, new_sizes):
     return rows
 
 
+def leading(side, shape):
+    """The first dim of a group that is more than one row."""
+    return next((d for d in side if shape[d] > 1), None)
+
+
+def regrouped_rows(x, source, target, sizes, new_sizes):
+    """Leading dims of other sizes, cut so that a device has other elements of one and the other."""
+    d, to = leading(source, sizes), leading(target, new_sizes)
+    if d is None or to is None or sizes[d] == new_sizes[to] or not movable(x):
+        return []
+    return [f"S{d} -> S{to} by permute"]
+
+
 def reshape_groups(source, target):
     """Consecutive dims of both shapes with equal products, as pairs of lists of dims."""
     i = j = 0
@@ -147,8 +152,25 @@ def reshape_groups(source, target):
         yield list(range(first[0], i)), list(range(first[1], j))
 
 
-@local("reshape", uneven=True, blocks=True)
+@local("reshape", uneven=True, blocks=True, sends=True)
 def _(call, x):
+    shape, result = call.in_avals[0].shape, call.out_avals[0].shape
+    plain = movable(x) and 0 not in shape and call.params.get("dimensions") is None
+    groups = [*reshape_groups(shape, result)] if plain else []
+    for source, target in reversed(groups):  # so that the dims before have their places
+        d, to = leading(source, shape), leading(target, result)
+        if d is None or to is None or not call.inputs[0].axes_on(d):
+            continue
+        ways = [w.cuts_on(i, call.sizes) for w, i in ((call.inputs[0], d), (call.outputs[0], to))]
+        if any(cut.blocks > 1 for cuts in ways for cut in cuts) or not ways[1]:
+            continue
+        within, of = (
+            math.prod(s[i] for i in side if i > lead)
+            for side, lead, s in ((source, d, shape), (target, to, result))
+        )
+        end = source[-1] + 1
+        x = x.reshape((*x.shape[:d], x.shape[d] * within, *x.shape[end:]))
+        x = call.regrouped(x, d, within, to, of)
     return call.bind(x, new_sizes=call.out_shape())
 
 
@@ -176,7 +198,7 @@ def _(x, *, start_indices, strides, out, **_):
         for d in cut
         if is_block(start_indices[d], steps[d], x.shape[d], n := out[0].shape[d])
     ]
-    blocks += by_permute(x, cut)
+    blocks += by_permute(x, [d for d, step in enumerate(steps) if d in cut or step > 1])
     return f"{x.whole(*cut)} -> {renamed(x, cut, 'cut')}", blocks
 
 
@@ -192,7 +214,7 @@ def _(call, x):
     full, result, held = call.in_avals[0].shape, call.out_avals[0].shape, call.out_shape()
     for d in range(x.ndim):
         cuts = call.inputs[0].cuts_on(d, call.sizes)
-        if every_part(starts[d], steps[d], full[d], result[d]):
+        if every_part(starts[d], steps[d], full[d], result[d]) and is_even(result[d], cuts):
             limits[d] = x.shape[d]
         elif cuts and cuts[0].blocks > 1:  # a block, of which a part lies here
             starts[d] = starts[d] // result[d] * held[d]
@@ -215,8 +237,7 @@ def _(x, value, *, padding_config, **_):
         if pads_blocks(*padding_config[d], x.shape[d])
         for low, high, _ in [padding_config[d]]
     ]
-    plain = [d for d in padded if padding_config[d][2] == 0]
-    blocks += by_permute(x, plain, others=1)
+    blocks += by_permute(x, padded, others=1)
     return f"{x.whole(*padded)}, - -> {renamed(x, padded, 'padded')}", blocks
 
 
@@ -237,7 +258,8 @@ def _(call, x, value):
             configs[d] = (low // full[d] * x.shape[d], high // full[d] * x.shape[d], 0)
         else:
             spans = call.spans(where, call.out_avals[0].shape, d)
-            x = call.window(x, 0, d, [s.first - low for s in spans], call.out_shape()[d], value)
+            starts = [s.first - low for s in spans]
+            x = call.dilated(x, 0, d, starts, call.out_shape()[d], interior + 1, value)
             configs[d] = (0, 0, 0)
     return call.bind(x, value, padding_config=tuple(configs))
 

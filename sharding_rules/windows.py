@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtorchjax.exchange import movable
+from dtorchjax.exchange import by_permute, entry, shifted
 from dtorchjax.padding import neutral
 from dtorchjax.registry import local, rule
 
@@ -22,29 +22,25 @@ def spanned(params) -> list[int]:
 
 def halos(x, params, operands=1, others=0, results=1) -> list[str]:
     """Rows of spanned dims that stay cut: devices send each other what lies beside their parts."""
-    base = params.get("base_dilation") or (1,) * len(x)
-    dims = [d for d in spanned(params) if base[d] == 1] if movable(x) else []
-    return [
-        f"{', '.join([f'S{d}'] * operands + ['R'] * others)} -> {', '.join([f'S{d}'] * results)}"
-        " by permute"
-        for d in dims
-    ]
+    return by_permute(x, spanned(params), operands, results, others)
 
 
 def with_halos(call, operands, fills):
     """The operands with all that this device's windows see, and the padding that is left."""
     params, where, held = call.params, call.outputs[0], call.out_shape()
     padding = [tuple(p) for p in params["padding"]]
-    base = params.get("window_dilation") or (1,) * len(padding)
+    base, dilation = (
+        params.get(f"{of}_dilation") or (1,) * len(padding) for of in ("base", "window")
+    )
     for d in spanned(params):
         if not where.axes_on(d):
             continue
         stride, low = params["window_strides"][d], padding[d][0]
-        reach = (params["window_dimensions"][d] - 1) * base[d] + 1
+        reach = (params["window_dimensions"][d] - 1) * dilation[d] + 1
         starts = [s.first * stride - low for s in call.spans(where, call.out_avals[0].shape, d)]
         length = (held[d] - 1) * stride + reach
         operands = [
-            call.window(x, i, d, starts, length, fill)
+            call.dilated(x, i, d, starts, length, base[d], fill)
             for i, (x, fill) in enumerate(zip(operands, fills, strict=True))
         ]
         padding[d] = (0, 0)
@@ -117,4 +113,30 @@ def _(source, x, **params):
     """b y!, b x! -> b x!: the derivative of a maximum over windows"""
     dims = spanned(params)
     source = x.shared(dims, [f"y{d}!" for d in dims])
-    return f"{source}, {x.whole(*dims)} -> {x.whole(*dims)}"
+    return f"{source}, {x.whole(*dims)} -> {x.whole(*dims)}", halos(x, params, operands=2)
+
+
+@local("select_and_scatter_add", uneven=True, blocks=True, sends=True)
+def _(call, source, x):
+    """The windows that see this device's rows, with all rows that they see; those of others go."""
+    params, full, held = call.params, call.in_avals[1].shape, x.shape
+    padding, mine = [tuple(p) for p in params["padding"]], {}
+    outside = neutral("max" if str(params["select_prim"]) == "ge" else "min", x.dtype)
+    for d in spanned(params):
+        if not call.inputs[1].axes_on(d):
+            continue
+        stride, low = params["window_strides"][d], padding[d][0]
+        reach = params["window_dimensions"][d]
+        spans = call.spans(call.inputs[1], full, d)
+        firsts = [-(-(s.first + low - reach + 1) // stride) for s in spans]
+        lasts = [(s.first + s.count - 1 + low) // stride for s in spans]
+        count = max(1, *(last - first + 1 for first, last in zip(firsts, lasts, strict=True)))
+        begins, length = [first * stride - low for first in firsts], (count - 1) * stride + reach
+        source = call.window(source, 0, d, firsts, count)
+        x = call.window(x, 1, d, begins, length, outside)
+        padding[d], mine[d] = (0, 0), [b - s.first for b, s in zip(begins, spans, strict=True)]
+    result = call.bind(source, x, padding=tuple(padding))
+    for d, rows in mine.items():
+        by = entry(rows, call.position(call.inputs[1].axes_on(d)))
+        result = shifted(result, d, by, held[d])
+    return result

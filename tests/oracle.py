@@ -26,8 +26,8 @@ from dtorchjax import exchange
 from dtorchjax.notation import PlacementSignature, Row
 from dtorchjax.padding import filled, summed_up
 from dtorchjax.placements import Allowed, Joint, Partial, R, Shard, divides, joint, local_shape
-from dtorchjax.redistribute import orders
-from dtorchjax.registry import LOCALS, RULES, SENDS, LocalCall, linear_position
+from dtorchjax.registry import LOCALS, RULES, LocalCall, linear_position
+from dtorchjax.rows import joint_rows as rows_on_a_mesh
 from dtorchjax.rows import lie_together
 
 COUNTS = (2, 3)
@@ -157,7 +157,7 @@ class Equation:
         examples: dict[Any, tuple] = {"whole": (ORIGIN, *self.operands[0])}
         for row, n in itertools.product(rows, COUNTS):
             inputs, outputs = placed(row)
-            if row.by or not self.fits(inputs, outputs, (n,)):
+            if row.by or not self.fits(inputs, outputs, (n,), sends=False):
                 continue
             key, program = self.program(inputs, outputs, (n,))
             parts = [p[0,] for p in self.parts(0, inputs, (n,))]
@@ -197,7 +197,9 @@ class Equation:
             if row.groups and axes:
                 yield row.groups, math.prod(sizes[a] for a in axes)
 
-    def fits(self, inputs: Sequence[Joint], outputs: Sequence[Joint], sizes: Sequence[int]) -> bool:
+    def fits(
+        self, inputs: Sequence[Joint], outputs: Sequence[Joint], sizes: Sequence[int], sends: bool
+    ) -> bool:
         """These placements are among the rows of a program in which every size may be uneven."""
         avals = [*self.in_avals, *self.out_avals]
         if any(groups % devices for groups, devices in self.in_groups(inputs, outputs, sizes)):
@@ -212,7 +214,7 @@ class Equation:
         }
         every = Allowed(frozenset(n for a in avals for n in a.shape if n > 1), frozenset(blocks))
         allowed = RULES[self.name].allowed(every)
-        return lie_together((*inputs, *outputs), avals, sizes, allowed, self.name in SENDS)
+        return lie_together((*inputs, *outputs), avals, sizes, allowed, sends)
 
     def parts(
         self, data: int, inputs: Sequence[Joint], sizes: Sequence[int]
@@ -335,7 +337,7 @@ def check_row(equation: Equation, row: Row, exact: bool = False) -> int:
     inputs, outputs = placed(row)
     split = any(p != R for p in row.inputs + row.outputs)  # else all numbers are alike
     for n in COUNTS if split else COUNTS[:1]:
-        if equation.fits(inputs, outputs, (n,)):
+        if equation.fits(inputs, outputs, (n,), bool(row.by)):
             with _about(f"`{equation.name}` row {row} on {n} devices: "):
                 check_joint(equation, inputs, outputs, (n,), exact, bool(row.by))
             tried += 1
@@ -426,18 +428,20 @@ def check_vjp(equation: Equation, row: Row, counts: Sequence[int] = COUNTS) -> i
 def joint_rows(
     equation: Equation, rows: Sequence[Row], sizes: Sequence[int]
 ) -> list[tuple[tuple[Joint, ...], tuple[Joint, ...]]]:
-    """Products of one row per axis; where equal rows meet, in every order of the axes."""
-    found = []
-    for combination in itertools.product(rows, repeat=len(sizes)):
-        columns = list(zip(*(row.inputs + row.outputs for row in combination), strict=True))
-        plain = {tuple(range(len(sizes)))}
-        same = len(set(combination)) == 1
-        for order in {w.order for c in columns for w in orders(c)} if same else plain:
-            where = tuple(joint(column, order) for column in columns)
-            inputs, outputs = where[: len(equation.in_avals)], where[len(equation.in_avals) :]
-            if equation.fits(inputs, outputs, sizes):
-                found.append((inputs, outputs))
-    return found
+    """What a planner may choose from, if every dim may be uneven, or in the rows' blocks."""
+    avals = [*equation.in_avals, *equation.out_avals]
+    blocks = {
+        (aval.shape[p.dim], p.blocks)
+        for row in rows
+        for p, aval in zip((*row.inputs, *row.outputs), avals, strict=True)
+        if isinstance(p, Shard) and p.blocks > 1
+    }
+    every = Allowed(frozenset(n for a in avals for n in a.shape if n > 1), frozenset(blocks))
+    found = rows_on_a_mesh(
+        [rows] * len(sizes), equation.in_avals, equation.out_avals, tuple(sizes),
+        RULES[equation.name].allowed(every),
+    )  # fmt: skip
+    return [(row.inputs, row.outputs) for row in found]
 
 
 # ---- rows that hold but are not declared --------------------------------------------------------

@@ -402,10 +402,11 @@ dot("bf16 to f32", bf16(6, 6), bf16(6, 5), ((1,), (0,)), to=np.float32)
 
 
 def conv(
-    label: str, image: Maker, kernel: Maker, order: tuple[str, str, str] | None, **kwargs: Any
-) -> None:
+    label: str, image: Maker, kernel: Maker, order: tuple[str, str, str] | None,
+    strides: tuple[int, int] = (1, 1), padding: Any = "SAME", **kwargs: Any,
+) -> None:  # fmt: skip
     def fun(x: Any, k: Any) -> Any:
-        return lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=order, **kwargs)
+        return lax.conv_general_dilated(x, k, strides, padding, dimension_numbers=order, **kwargs)
 
     sample("conv_general_dilated", label, fun, image, kernel)
 
@@ -421,6 +422,9 @@ conv("groups", f32(6, 4, 4, 6), f32(3, 3, 3, 12), ("NHWC", "HWIO", "NHWC"), feat
 conv(
     "batch groups", f32(6, 4, 4, 6), f32(3, 3, 6, 6), ("NHWC", "HWIO", "NHWC"), batch_group_count=2
 )
+conv("strides", f32(2, 3, 6, 7), f32(4, 3, 3, 2), None, (2, 3), ((1, 0), (2, 1)))
+conv("dilations", f32(2, 3, 6, 5), f32(4, 3, 2, 3), None, (1, 2), ((2, 1), (0, -1)),
+     lhs_dilation=(2, 3), rhs_dilation=(3, 1))  # fmt: skip
 
 # ---- movement ------------------------------------------------------------------------------------
 
@@ -446,6 +450,8 @@ _RESHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "heads": ((6, 5, 12), (6, 5, 2, 6)),
     "no dim alike": ((5, 12), (6, 10)),
     "trailing": ((2, 3, 12), (6, 12)),
+    "leads that do not divide": ((4, 3, 2), (3, 2, 4)),
+    "merge, lead does not divide": ((2, 5, 6), (10, 6)),
     "to a scalar": ((1, 1), ()),
     "from a scalar": ((), (1,)),
 }
@@ -466,6 +472,7 @@ _PADS = {
     "positive": ((0, 0, 0), (1, 2, 0)),
     "negative and interior": ((0, 0, 0), (-1, -2, 1)),
     "several": ((1, 0, 0), (0, 0, 2)),
+    "interior": ((2, 1, 2), (-2, 3, 1)),
 }
 for _label, _config in _PADS.items():
     sample("pad", _label, lambda x, v, c=_config: lax.pad(x, v, c), f32(6, 12), f32(low=1))

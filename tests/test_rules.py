@@ -57,7 +57,7 @@ def usable(equation):
     return [
         row
         for row in equation.signature().rows
-        if any(equation.fits(*oracle.placed(row), (n,)) for n in oracle.COUNTS)
+        if any(equation.fits(*oracle.placed(row), (n,), bool(row.by)) for n in oracle.COUNTS)
     ]
 
 

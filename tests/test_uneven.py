@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax import numpy as jnp
 from rotation import ROTATION, today
 
@@ -385,6 +386,65 @@ def test_what_a_device_holds_of_blocks():
 def test_blocks_that_are_not_equal():
     with pytest.raises(dt.PlacementError, match="7 rows are not 2 equal blocks"):
         dt.distribute_tensor(np.zeros(7), mesh_of("3"), "S0/2")
+
+
+# ---- what lies beside a part ---------------------------------------------------------------------
+
+KERNEL = normal(3, 3, 2, 2)
+BESIDE = {
+    "a convolution with strides": (
+        lambda x: lax.conv_general_dilated(
+            x, KERNEL, (2, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        ),
+        (2, 96, 4, 2),
+    ),
+    "a transposed convolution": (
+        lambda x: lax.conv_transpose(x, KERNEL, (3, 2), "SAME"), (2, 96, 4, 2),
+    ),
+    "max pooling": (
+        lambda x: lax.reduce_window(x, -np.inf, lax.max, (1, 3, 2, 1), (1, 2, 1, 1), "SAME"),
+        (2, 96, 4, 2),
+    ),
+    "every second row, from 1": (lambda x: x[:, 1::2], (2, 92, 8)),
+    "rows of another length": (lambda x: x.reshape(2, 72, 5), (2, 90, 4)),
+    "rows of several": (lambda x: x.reshape(2, 45, 2, 3), (2, 90, 3)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [4, 8])
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_lies_beside_a_part_is_all_that_is_sent(name, n):
+    """Forward and backward; rows of another length drift apart, the more the later they lie."""
+    fun, shape = BESIDE[name]
+    mesh = dt.init_device_mesh((n,), ("x",))
+    x = dt.distribute_tensor(normal(*shape), mesh, "S1")
+    weights = normal(*jax.eval_shape(fun, np.asarray(x)).shape)
+
+    def loss(x, weights):
+        y = fun(x)
+        return (y * y * weights).sum(), y
+
+    both = jax.value_and_grad(loss, has_aux=True)
+    step = dt.jit(both, redistribute="never", out_placements=((["P"], ["S1"]), ["S1"]))
+    weights = dt.distribute_tensor(weights, mesh, "S1")
+    (value, y), gradient = step(x, weights)
+    assert y.placements == gradient.placements == (dt.Shard(1),)
+    close(((value.reduce_partial(), y), gradient), both(np.asarray(x), np.asarray(weights)), 1e-4)
+    plan = step.explain(x, weights)
+    plan.verify(step.lower(x, weights).compile())
+    assert {c.kind for c in plan.collectives} <= {"permute"}, plan.table()
+    assert plan.bytes_per_device < 4 * x.size / 8, plan.table()
+
+
+def test_a_cut_row_and_its_blocks_on_two_axes():
+    """(6, 12) as 72: what the second axis cuts are blocks of all rows, so it is the major one."""
+    mesh, x = mesh_of("2x3"), np.arange(72, dtype=np.float32).reshape(6, 12)
+    for there in (["S0", "S0/6"], ["S0/6", "S0"]):
+        for here in (["S0", "S1"], ["S1", "S0"], ["S0", "S0"], ["R", "S1"]):
+            placed = dt.distribute_tensor(x, mesh, here)
+            close(dt.jit(lambda x: x.reshape(72), out_placements=there)(placed), x.reshape(72))
+            flat = dt.jit(lambda x: x.reshape(72), out_placements=there)(placed)
+            close(dt.jit(lambda x: x.reshape(6, 12), out_placements=here)(flat), x)
 
 
 # ---- a loop of vmap ------------------------------------------------------------------------------
