@@ -15,6 +15,7 @@ from dtorchjax.sharding_rules import (
     random,
     reductions,
     refusals,
+    sorting,
     windows,
 )
 
@@ -27,5 +28,6 @@ __all__ = [
     "random",
     "reductions",
     "refusals",
+    "sorting",
     "windows",
 ]

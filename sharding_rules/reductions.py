@@ -104,13 +104,6 @@ local("argmax", uneven=True, sends=True)(functools.partial(best, op="max"))
 local("argmin", uneven=True, sends=True)(functools.partial(best, op="min"))
 
 
-@rule("sort")
-def _(*operands, dimension, **_):
-    """b k!, b k! -> b k!, b k!: what is sorted and what is carried along share their dims"""
-    text = ", ".join([str(operands[0].whole(dimension))] * len(operands))
-    return f"{text} -> {text}"
-
-
 @rule("reduce")
 def _(*operands, dimensions, out, **_):
     """b n!, - -> b: any function of two elements, of which nothing is known"""

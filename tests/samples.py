@@ -276,6 +276,10 @@ sample(
     "sort", "with values", lambda k, v: lax.sort((k, v), dimension=0, num_keys=1),
     i32(6, 12), f32(6, 12),
 )  # fmt: skip
+sample(
+    "sort", "two keys, carried along", lambda *xs: lax.sort(xs, dimension=0, num_keys=2),
+    bools(7, 2), bf16(7, 2), i32(7, 2),
+)  # fmt: skip
 sample("top_k", "f32", along("top_k", 2), f32(6, 12))
 
 

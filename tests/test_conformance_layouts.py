@@ -455,7 +455,7 @@ HYPER = {
     ]),
     "expand a number": (lambda x: jnp.broadcast_to(x, (3, 4)), [()], M24, ["() -> (.,.)"]),
     "squeeze": (lambda x: x.squeeze(1), [(8, 1, 4)], M24, ["(x,.,.) -> (x,.)"]),
-    "sort": (lambda x: jnp.sort(x), [(8, 8)], M24, ["(x,.) -> (x,.)", "(x,y) => (x,.) -> (x,.)"]),
+    "sort": (lambda x: jnp.sort(x), [(8, 8)], M24, ["(x,.) -> (x,.)", "(.,xy) ~> (.,.) -> (.,xy)"]),
     "top k": (lambda x: lax.top_k(x, 3), [(8, 8)], M24, ["(x,.) -> (x,.) (x,.)"]),
     "take": (lambda x, i: jnp.take(x, i, 0), [(8, 8), spread(8, most=8)], M24, [
         "(.,x) (y) -> (y,x)",

@@ -436,6 +436,33 @@ def test_what_lies_beside_a_part_is_all_that_is_sent(name, n):
     assert plan.bytes_per_device < 4 * x.size / 8, plan.table()
 
 
+SORTS = {
+    "values": lambda x: jnp.sort(x, 0),
+    "order": lambda x: jnp.argsort(x, 0),
+    "descending": lambda x: jnp.sort(x, 0, descending=True),
+    "carried along": lambda x: lax.sort((x, x * 2, x + 1), dimension=0, num_keys=2),
+    "truth values": lambda x: jnp.sort(x > 0, 0),
+}
+
+
+@pytest.mark.parametrize("n", today([64, 61, 3, 8], 2))
+def test_sorting_along_a_cut_dim(n):
+    """With ties, nans and zeros of both signs, whose order a stable sort keeps; by permutes."""
+    x = np.random.default_rng(n).integers(-4, 4, (n, 3)).astype(np.float32)
+    x[::7], x[1::5] = np.nan, -0.0
+    for mesh, where in (("2x4", ["S0", "S0"]), ("2x3", ["S0", "S1"]), ("3", ["S0"])):
+        placed = dt.distribute_tensor(x, mesh_of(mesh), where)
+        for fun in SORTS.values():
+            step = dt.jit(fun, redistribute="never")
+            for ours, expected in zip(
+                jax.tree.leaves(step(placed), is_leaf=dt_leaf), jax.tree.leaves(fun(x)), strict=True
+            ):
+                np.testing.assert_array_equal(np.asarray(ours), np.asarray(expected))
+            plan = step.explain(placed)
+            plan.verify(step.lower(placed).compile())
+            assert {c.kind for c in plan.collectives} == {"permute"}, plan.table()
+
+
 def test_a_cut_row_and_its_blocks_on_two_axes():
     """(6, 12) as 72: what the second axis cuts are blocks of all rows, so it is the major one."""
     mesh, x = mesh_of("2x3"), np.arange(72, dtype=np.float32).reshape(6, 12)
