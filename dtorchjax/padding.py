@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 
 from dtorchjax.parts import is_even, rows_of
@@ -27,7 +28,11 @@ def neutral(op: str, dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jnp.integer):
         bounds = jnp.iinfo(dtype)
         return jnp.asarray(bounds.max if op == "min" else bounds.min, dtype)
-    return jnp.asarray(-jnp.inf if op == "max" else jnp.inf, dtype)
+    least, limits = op == "max", jnp.finfo(dtype)
+    bound = np.asarray(-np.inf if least else np.inf).astype(dtype)
+    if bound != bound:  # some floats of 8 bits have no infinity
+        bound = limits.min if least else limits.max
+    return jnp.asarray(bound, dtype)
 
 
 def filled(

@@ -26,11 +26,11 @@ def halos(x, params, operands=1, others=0, results=1) -> list[str]:
 
 
 def with_halos(call, operands, fills):
-    """The operands with all that this device's windows see, and the padding that is left."""
+    """The operands with all that this device's windows see, and the parameters for these."""
     params, where, held = call.params, call.outputs[0], call.out_shape()
     padding = [tuple(p) for p in params["padding"]]
     base, dilation = (
-        params.get(f"{of}_dilation") or (1,) * len(padding) for of in ("base", "window")
+        [*(params.get(f"{of}_dilation") or (1,) * len(padding))] for of in ("base", "window")
     )
     for d in spanned(params):
         if not where.axes_on(d):
@@ -43,8 +43,9 @@ def with_halos(call, operands, fills):
             call.dilated(x, i, d, starts, length, base[d], fill)
             for i, (x, fill) in enumerate(zip(operands, fills, strict=True))
         ]
-        padding[d] = (0, 0)
-    return operands, tuple(padding)
+        padding[d], base[d] = (0, 0), 1
+    changed = {"padding": tuple(padding), "base_dilation": tuple(base)}
+    return operands, {k: v for k, v in changed.items() if k in params}
 
 
 def windows(name: str, kind: str) -> None:
@@ -58,8 +59,8 @@ def windows(name: str, kind: str) -> None:
 
     @local(name, uneven=True, blocks=True, sends=True)
     def _(call, x):
-        (x,), padding = with_halos(call, [x], [neutral(kind, x.dtype)])
-        return call.bind(x, padding=padding)
+        (x,), changed = with_halos(call, [x], [neutral(kind, x.dtype)])
+        return call.bind(x, **changed)
 
 
 windows("reduce_window_sum", "sum")
@@ -80,8 +81,8 @@ def _(*operands, out, **params):
 @local("reduce_window", uneven=True, blocks=True, sends=True)
 def _(call, *operands):
     n = len(call.outputs)
-    parts, padding = with_halos(call, list(operands[:n]), operands[n:])
-    return call.bind(*parts, *operands[n:], padding=padding)
+    parts, changed = with_halos(call, list(operands[:n]), operands[n:])
+    return call.bind(*parts, *operands[n:], **changed)
 
 
 @rule("select_and_gather_add", linear="0")
@@ -96,8 +97,8 @@ def _(tangents, x, **params):
 def _(call, tangents, x):
     greatest = str(call.params["select_prim"]) == "ge"
     outside = neutral("max" if greatest else "min", x.dtype)
-    (tangents, x), padding = with_halos(call, [tangents, x], [0, outside])
-    return call.bind(tangents, x, padding=padding)
+    (tangents, x), changed = with_halos(call, [tangents, x], [0, outside])
+    return call.bind(tangents, x, **changed)
 
 
 @rule("select_and_scatter")

@@ -283,10 +283,16 @@ sample(
 sample("top_k", "f32", along("top_k", 2), f32(6, 12))
 
 
-def window(combine: Any, start: Any) -> Callable[..., Any]:
-    """Windows of 2 and 3 in the middle dims, every second of them."""
-    how = (1, 2, 3, 1), (1, 2, 1, 1), "VALID"
+def window(
+    combine: Any, start: Any, dims: Any = (1, 2, 3, 1), strides: Any = (1, 2, 1, 1),
+    padding: Any = "VALID", base: Any = None, dilation: Any = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """By default windows of 2 and 3 in the middle dims, every second of them."""
+    how = dims, strides, padding, base, dilation
     return lambda x: lax.reduce_window(x, np.asarray(start, x.dtype), combine, *how)
+
+
+DILATED = (3, 4), (1, 2), ((1, 2), (0, 3)), (2, 3), (2, 1)
 
 
 for _name, _combine, _begin in (
@@ -295,13 +301,18 @@ for _name, _combine, _begin in (
     ("min", lax.min, np.inf),
 ):
     sample(f"reduce_window_{_name}", "f32", window(_combine, _begin), f32(6, 4, 5, 6))
+    _least = max(min(_begin, 2**31 - 1), -(2**31))
+    sample(f"reduce_window_{_name}", "dilated", window(_combine, _least, *DILATED), i32(6, 5))
 sample("reduce_window_sum", "i32", window(lax.add, 0), i32(6, 4, 5, 6))
 sample(
     "select_and_scatter_add", "f32", lambda x, g: jax.vjp(window(lax.max, -np.inf), x)[1](g),
     f32(6, 4, 5, 6), f32(6, 2, 3, 6),
 )  # fmt: skip
-
-
+sample(
+    "select_and_scatter_add", "padded",
+    lambda x, g: jax.vjp(window(lax.min, np.inf, (3, 2), (2, 3), ((1, 2), (0, 1))), x)[1](g),
+    f32(7, 6), f32(4, 2),
+)  # fmt: skip
 sample("reduce_window", "products", window(lax.mul, 1), f32(6, 4, 5, 6))
 sample(
     "reduce_window", "of two",
@@ -314,6 +325,10 @@ sample(
 sample(
     "select_and_gather_add", "f32",
     lambda x, t: jax.jvp(window(lax.max, -np.inf), (x,), (t,))[1], f32(6, 4, 5, 6), f32(6, 4, 5, 6),
+)  # fmt: skip
+sample(
+    "select_and_gather_add", "dilated",
+    lambda x, t: jax.jvp(window(lax.min, np.inf, *DILATED), (x,), (t,))[1], f32(6, 5), f32(6, 5),
 )  # fmt: skip
 sample(
     "reduce", "of two",
