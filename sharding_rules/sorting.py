@@ -16,14 +16,15 @@ from dtorchjax.registry import in_mesh_order, local, rule
 
 
 @rule("sort")
-def _(*operands, dimension, **_):
+def _(*operands, dimension, is_stable, num_keys, **_):
     """b k!, b k! -> b k!, b k!: what is sorted and what is carried along share their dims
 
-    Where k is cut, pairs of devices merge their parts in rounds.
+    Where k is cut, pairs of devices merge their parts in rounds, if the order of ties is known.
     """
     first, count = operands[0], len(operands)
     text = ", ".join([str(first.whole(dimension))] * count)
-    return f"{text} -> {text}", by_permute(first, [dimension], count, count)
+    known = is_stable or count == num_keys
+    return f"{text} -> {text}", by_permute(first, [dimension], count, count) if known else []
 
 
 def network(n: int) -> Iterator[list[tuple[int, int]]]:

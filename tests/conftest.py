@@ -9,7 +9,11 @@ if "jax" not in sys.modules:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     flags = os.environ.get("XLA_FLAGS", "")
     if "xla_force_host_platform_device_count" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+        flags += " --xla_force_host_platform_device_count=8"
+    if "xla_backend_optimization_level" not in flags:
+        # programs here run a few times: what takes time is making machine code of them
+        flags += " --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = flags.strip()
 
 import pytest
 
