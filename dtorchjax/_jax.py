@@ -229,13 +229,19 @@ INLINED = {
     "custom_lin": "bwd",
 }
 
+HIGH = "call_hi_primitive"
+"""A call of newer jax (`jnp.nonzero(size=)`) that tells its program only if it is asked."""
+
+IN_PLACE = frozenset({*INLINED, HIGH})
+
 
 def inner_program(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
     """The program of a call-like equation that can run in place, else None."""
     name = eqn.primitive.name
-    if name not in INLINED:
-        return None
-    return open_jaxpr(eqn.params[INLINED[name]])
+    if name == HIGH:
+        run = functools.partial(eqn.primitive.to_lojax, **eqn.params)
+        return open_jaxpr(jax.make_jaxpr(run)(*(v.aval for v in eqn.invars)))
+    return open_jaxpr(eqn.params[INLINED[name]]) if name in INLINED else None
 
 
 def linear_solve(eqn: Any) -> tuple[tuple[Any, Sequence[Any]], list[int]]:
@@ -270,7 +276,7 @@ def run_manual(jaxpr: Any, *operands: Any) -> list[Any]:
             reduction = UNTYPED[name]
             found = [x if reduction is None else reduction(x, eqn.params["axes"]) for x in given]
         elif inner_program(eqn) is not None:
-            found = run_manual(eqn.params[INLINED[name]], *given)
+            found = run_manual(inner_program(eqn), *given)
         elif name in MANUAL_LOOPS:
             found = MANUAL_LOOPS[name](eqn, given)
         else:

@@ -34,7 +34,7 @@ def primitive_set() -> frozenset[str]:
     """
     ours = {n for n in RULES if n.startswith("dfunction")}
     ours |= {n for n, op in OPS.items() if isinstance(op, Op)}
-    return frozenset(RULES) - ours | CONTROL_FLOW | set(_jax.INLINED)
+    return frozenset(RULES) - ours | CONTROL_FLOW | _jax.IN_PLACE
 
 
 def has_decomposition(name: str) -> bool:

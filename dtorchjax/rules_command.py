@@ -55,7 +55,7 @@ def coverage() -> list[Known]:
 def _known(name: str) -> Known:
     if name in IN_THE_GRAPH:
         return Known(name, "graph", IN_THE_GRAPH[name])
-    if name in _jax.INLINED:
+    if name in _jax.IN_PLACE:
         return Known(name, "in place", "its program is part of the whole")
     if name in RULES:
         return Known(name, "rule", _rule_words(name, RULES[name]))

@@ -296,6 +296,21 @@ def test_random_numbers_do_not_depend_on_placements(mesh24, where):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("where", ["S0,R", "S0,S0", "R,R"])
+def test_as_many_as_a_size_says(mesh24, where):
+    """jnp.nonzero and its like, in newer jax a call that has no program of its own in the jaxpr."""
+    x = np.arange(22) % 3
+
+    def f(x):
+        chosen = jnp.where(x > 1, size=3)[0]
+        unique, counts = jnp.unique(x, size=4, return_counts=True)
+        grads = jax.grad(lambda y: (y[jnp.nonzero(x, size=5)[0]] ** 2).sum())(x * 1.5)
+        return chosen, jnp.flatnonzero(x, size=20, fill_value=-1), unique, counts, grads
+
+    same(dt.jit(f, mesh=mesh24, in_placements=where)(x), f(x))
+
+
 def test_keys_split_and_fold(mesh24):
     def f(key, x):
         a, b = jax.random.split(key)
