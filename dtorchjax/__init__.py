@@ -44,6 +44,7 @@ from dtorchjax.layout_rule import LayoutRule
 from dtorchjax.notation import PlacementSignature, einsum_signature
 from dtorchjax.op import op
 from dtorchjax.operators import redistribution
+from dtorchjax.place import place
 from dtorchjax.placements import Layout, Optional, Partial, Placement, Replicate, Shard
 from dtorchjax.plan import Plan
 from dtorchjax.registry import elementwise, local, refuse, rule
@@ -69,6 +70,7 @@ __all__ = [
     "DTensor",
     "distribute_tensor",
     "distribute",
+    "place",
     "by_path",
     "zeros",
     "ones",

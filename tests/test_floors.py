@@ -78,6 +78,7 @@ FLOORS = {
         "dtorchjax/operators.py",
         "dtorchjax/signatures.py",
         "dtorchjax/parallel/*.py",
+        "dtorchjax/place.py",
         "dtorchjax/demo/*.py",
     ],
 }
