@@ -256,8 +256,8 @@ def test_arrays_in_and_out():
 
 def test_a_step_that_is_called_again():
     mesh = mesh_of("2x4")
-    w, x = normal(9, 5), normal(7, 9)
-    params = dt.distribute({"w": w, "b": normal(5)}, mesh, {"w": {"b": "S0"}, "b": "R"})
+    w, x = normal(9, 5) / 16, normal(7, 9) / 16  # where tanh is flat, adam would scale rounding up
+    params = dt.distribute({"w": w, "b": normal(5) / 16}, mesh, {"w": {"b": "S0"}, "b": "R"})
     data = dt.distribute_tensor(x, mesh, {"a": "S0"})
     optimizer = optax.adam(0.1)
 
