@@ -275,8 +275,8 @@ def run_manual(jaxpr: Any, *operands: Any) -> list[Any]:
         if name in UNTYPED:
             reduction = UNTYPED[name]
             found = [x if reduction is None else reduction(x, eqn.params["axes"]) for x in given]
-        elif inner_program(eqn) is not None:
-            found = run_manual(inner_program(eqn), *given)
+        elif (inner := inner_program(eqn)) is not None:
+            found = run_manual(inner, *given)
         elif name in MANUAL_LOOPS:
             found = MANUAL_LOOPS[name](eqn, given)
         else:

@@ -15,7 +15,7 @@ from dtorchjax.annotate import redistribute
 from dtorchjax.arguments import is_placements, spread_prefix, to_layout
 from dtorchjax.dtensor import DTensor, as_array, distribute_tensor, sharding
 from dtorchjax.errors import PlacementError
-from dtorchjax.placements import Layout, Partial, R, is_plain, stored_shape
+from dtorchjax.placements import Layout, Partial, R, stored_shape
 from dtorchjax.plan import Plan
 from dtorchjax.program import (
     Program,
@@ -265,7 +265,7 @@ class Jitted:
         wrapped = [  # under jax.grad a loss must be an array, not a pytree of one
             DTensor.of_shape(x, layout, aval.shape)
             if (wrap and not (x.ndim == 0 and isinstance(x, _jax.Tracer)))
-            or not _is_array(layout, aval.shape)
+            or not layout.is_array(aval.shape)
             else x
             for x, layout, aval in zip(results, program.out_layouts, program.out_avals, strict=True)
         ]
@@ -313,11 +313,6 @@ def _arriving(wanted: Layout, x: Any) -> Layout:
     """Where an array from the host is put: as wanted, where an array can lie so."""
     found = tuple(R if isinstance(p, Partial) else p for p in wanted.placements)
     return as_array(Layout(wanted.mesh, found, wanted.order), shape_of(x))
-
-
-def _is_array(layout: Layout, shape: tuple[int, ...]) -> bool:
-    """True if a jax.Array can lie so."""
-    return not layout.joint.partial_axes() and is_plain(shape, layout.joint, layout.sizes)
 
 
 def _numbers(given: int | Iterable[int] | None) -> set[int]:

@@ -13,6 +13,24 @@ from dtorchjax.parts import is_even, rows_of
 from dtorchjax.placements import Joint, Partial
 
 
+def extremes(dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the greatest value of a real dtype, 0-d; infinite where it has infinities.
+
+    >>> [float(x) for x in extremes("float8_e4m3fn")]
+    [-448.0, 448.0]
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.bool_:
+        return np.array(False), np.array(True)
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        return np.array(limits.min, dtype), np.array(limits.max, dtype)
+    least, greatest = np.array(-np.inf).astype(dtype), np.array(np.inf).astype(dtype)
+    if greatest != greatest:  # some floats of 8 bits have no infinity
+        least, greatest = (np.array(n, dtype) for n in (jnp.finfo(dtype).min, jnp.finfo(dtype).max))
+    return least, greatest
+
+
 def neutral(op: str, dtype: Any) -> Any:
     """The value that does not count in a reduction: 0 in a sum, the least in a max.
 
@@ -23,16 +41,8 @@ def neutral(op: str, dtype: Any) -> Any:
         return jax.lax.bitcast_convert_type(bits, dtype)
     if op in ("sum", "prod"):
         return jnp.asarray(op == "prod", dtype)
-    if dtype == jnp.bool_:
-        return jnp.asarray(op == "min")
-    if jnp.issubdtype(dtype, jnp.integer):
-        bounds = jnp.iinfo(dtype)
-        return jnp.asarray(bounds.max if op == "min" else bounds.min, dtype)
-    least, limits = op == "max", jnp.finfo(dtype)
-    bound = np.asarray(-np.inf if least else np.inf).astype(dtype)
-    if bound != bound:  # some floats of 8 bits have no infinity
-        bound = limits.min if least else limits.max
-    return jnp.asarray(bound, dtype)
+    least, greatest = extremes(dtype)
+    return jnp.asarray(greatest if op == "min" else least)
 
 
 def filled(

@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 
 from dtorchjax.api import distribute
 from dtorchjax.dtensor import DTensor
-from dtorchjax.placements import is_plain, kinds_of
 
 
 def place(tree: Any, mesh: Mesh, placements: Any) -> Any:
@@ -20,13 +19,13 @@ def place(tree: Any, mesh: Mesh, placements: Any) -> Any:
     moments of an optimizer beside their parameters (`*/qkv/kernel`). Arrays become jax.Arrays with
     a NamedSharding, so that what takes jax.Arrays takes them; where a placement has no such array
     (a dim that does not divide, blocks, P) they become DTensors. An NNX module or optimizer is
-    changed in place and returned; of other trees a new one is returned. Raises PlacementError as
-    `dt.distribute` does; then nothing has been changed.
+    changed in place and returned (a variable that it has at two places lies as the first of their
+    paths says); of other trees a new one is returned. Raises PlacementError as `dt.distribute`
+    does; then nothing has been changed.
 
     To make a large model without a whole copy anywhere, let the program that makes it place it:
     `dt.jit(lambda: Model(nnx.Rngs(0)), mesh=mesh, out_placements=dt.by_path({...}))()`.
 
-    >>> import jax
     >>> from flax import nnx
     >>> import dtorchjax as dt
     >>> mesh = dt.init_device_mesh((2, 4), ("dp", "tp"))
@@ -37,20 +36,16 @@ def place(tree: Any, mesh: Mesh, placements: Any) -> Any:
     >>> tuple(model.kernel[...].sharding.spec)
     (None, 'tp')
     """
-    placed = jax.tree.map(
-        _as_array, distribute(tree, mesh, placements), is_leaf=lambda x: isinstance(x, DTensor)
-    )
     nnx = sys.modules.get("flax.nnx")
     if nnx is not None and isinstance(tree, nnx.Pytree):
-        nnx.update(tree, nnx.state(placed))
+        # its state has a variable that lies at two places (tied weights) once, by its first path
+        nnx.update(tree, place(nnx.state(tree), mesh, placements))
         return tree
-    return placed
-
-
-def _as_array(x: DTensor) -> Any:
-    sizes = tuple(x.mesh.devices.shape)
-    plain = is_plain(x.shape, x.layout.joint, sizes) and not kinds_of(x.placements)
-    return x.to_array() if plain else x
+    return jax.tree.map(
+        lambda x: x.to_array() if x.layout.is_array(x.shape) else x,
+        distribute(tree, mesh, placements),
+        is_leaf=lambda x: isinstance(x, DTensor),
+    )
 
 
 __all__ = ["place"]

@@ -350,6 +350,10 @@ class Layout:
         object.__setattr__(self, "placements", canonical.placements)
         object.__setattr__(self, "order", canonical.order if settled or not order else tuple(order))
 
+    def is_array(self, shape: Sequence[int]) -> bool:
+        """True if a jax.Array can lie so: no terms, no padding, no blocks."""
+        return not self.joint.partial_axes() and is_plain(shape, self.joint, self.sizes)
+
     @property
     def joint(self) -> Joint:
         return Joint(self.placements, self.order)

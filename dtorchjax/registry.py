@@ -340,27 +340,16 @@ class LocalCall:
         where, shape = self.inputs[operand], self.in_avals[operand].shape
         axes = where.axes_on(dim) if axes is None else tuple(axes)
         held = self.along(axes, where, self.spans(where, shape, dim), dim)
+        return self.exchanged(x, dim, held, starts, length, fill, axes)
+
+    def exchanged(
+        self, x: Any, dim: int, held: Sequence[Span], starts: Sequence[int], length: int,
+        fill: Any, axes: Sequence[int],
+    ) -> Any:  # fmt: skip
+        """Rows [starts[i], starts[i] + length) for device i along mesh axes, of `held` in `x`."""
         numbers = in_mesh_order(axes, self.sizes)
-        names, me = self.axis_names(sorted(axes)), self.position(axes)
+        names, me = self.axis_names(sorted(axes)), self.position(tuple(axes))
         return window(x, dim, held, starts, length, fill, names, me, numbers)
-
-    def regrouped(self, x: Any, dim: int, within: int, result: int, of: int) -> Any:
-        """A dim of operand 0, each row `within` elements, as the part of a dim of the result.
-
-        Whose rows are `of` elements. In `x` the elements of the rows lie along one dim.
-        """
-        where, shape = self.inputs[0], self.in_avals[0].shape
-        held = [Span(s.first * within, s.count * within) for s in self.spans(where, shape, dim)]
-        wanted = [
-            Span(s.first * of, s.count * of)
-            for s in self.spans(self.outputs[0], self.out_avals[0].shape, result)
-        ]
-        starts, length = [s.first for s in wanted], self.out_shape()[result] * of
-        if held == wanted and length == x.shape[dim]:
-            return x
-        axes = where.axes_on(dim)
-        names, numbers = self.axis_names(sorted(axes)), in_mesh_order(axes, self.sizes)
-        return window(x, dim, held, starts, length, 0, names, self.position(axes), numbers)
 
     def dilated(
         self, x: Any, operand: int, dim: int, starts: Sequence[int], length: int, step: int,

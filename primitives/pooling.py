@@ -9,6 +9,7 @@ from jax import numpy as jnp
 
 from dtorchjax.errors import OpError
 from dtorchjax.op import op
+from dtorchjax.padding import extremes
 
 
 def _windows(x, window, strides, padding):
@@ -34,8 +35,7 @@ def max_pool(x, *, window, strides=None, padding="VALID"):
     "VALID", "SAME", a number, or (before, after) per spatial dim, and counts as -inf.
     """
     window, strides, padding = _windows(x, window, strides, padding)
-    least = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
-    return lax.reduce_window(x, np.array(least, x.dtype), lax.max, window, strides, padding)
+    return lax.reduce_window(x, extremes(x.dtype)[0], lax.max, window, strides, padding)
 
 
 @op

@@ -7,7 +7,7 @@ import math
 from jax import lax
 from jax import numpy as jnp
 
-from dtorchjax.exchange import by_permute, movable, shifted
+from dtorchjax.exchange import Span, by_permute, movable, shifted
 from dtorchjax.notation import Dims
 from dtorchjax.parts import is_even
 from dtorchjax.registry import local, rule
@@ -164,13 +164,20 @@ def _(call, x):
         ways = [w.cuts_on(i, call.sizes) for w, i in ((call.inputs[0], d), (call.outputs[0], to))]
         if any(cut.blocks > 1 for cuts in ways for cut in cuts) or not ways[1]:
             continue
-        within, of = (
+        within, of = (  # elements of a row
             math.prod(s[i] for i in side if i > lead)
             for side, lead, s in ((source, d, shape), (target, to, result))
         )
-        end = source[-1] + 1
-        x = x.reshape((*x.shape[:d], x.shape[d] * within, *x.shape[end:]))
-        x = call.regrouped(x, d, within, to, of)
+        held, wanted = (
+            [Span(s.first * n, s.count * n) for s in call.spans(where, full, dim)]
+            for n, where, full, dim in (
+                (within, call.inputs[0], shape, d), (of, call.outputs[0], result, to)
+            )
+        )  # fmt: skip
+        if held != wanted:
+            x = x.reshape((*x.shape[:d], x.shape[d] * within, *x.shape[source[-1] + 1 :]))
+            starts, length = [span.first for span in wanted], call.out_shape()[to] * of
+            x = call.exchanged(x, d, held, starts, length, 0, call.inputs[0].axes_on(d))
     return call.bind(x, new_sizes=call.out_shape())
 
 

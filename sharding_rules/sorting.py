@@ -88,7 +88,7 @@ def _(call, *operands):
     held = [Span(i * part, part) for i in range(len(numbers))]
     if starts == [span.first for span in held]:
         return mine
-    return [exchange.window(x, dim, held, starts, part, 0, names, me, numbers) for x in mine]
+    return [call.exchanged(x, dim, held, starts, part, 0, axes) for x in mine]
 
 
 def greatest(dtype):

@@ -44,8 +44,7 @@ def with_halos(call, operands, fills):
             for i, (x, fill) in enumerate(zip(operands, fills, strict=True))
         ]
         padding[d], base[d] = (0, 0), 1
-    changed = {"padding": tuple(padding), "base_dilation": tuple(base)}
-    return operands, {k: v for k, v in changed.items() if k in params}
+    return operands, {"padding": tuple(padding), "base_dilation": tuple(base)}
 
 
 def windows(name: str, kind: str) -> None:

@@ -18,12 +18,12 @@ import jax
 import numpy as np
 import simulated
 from jax import numpy as jnp
+from layouts import place
 from oracle import TOLERANCE, Equation
 from samples import NEWER, SAMPLES, sampled
 
 import dtorchjax as dt
 from dtorchjax.notation import Row
-from dtorchjax.placements import Partial
 from dtorchjax.rows import JointRow, joint_rows
 
 MESHES = ((2,), (3,), (2, 3))
@@ -51,18 +51,8 @@ class Piece:
         return [f"{self.equation.name}: {row}" for row in rows]
 
     def placed(self, mesh: Any) -> list[Any]:
-        operands = self.equation.operands[self.data]
-        return [place(x, mesh, j) for x, j in zip(operands, self.row.inputs, strict=True)]
-
-
-def place(x: Any, mesh: Any, where: Any) -> Any:
-    x = x if simulated.is_key(x) else np.asarray(x)
-    if not any(isinstance(p, Partial) for p in where.placements):
-        return dt.distribute_tensor(x, mesh, spec(where))
-    sizes = tuple(mesh.devices.shape)
-    parts = simulated.shards(x, where, sizes, np.random.default_rng(0))
-    blocks = np.stack([parts[p] for p in simulated.devices(sizes)])
-    return dt.DTensor.from_local(blocks.reshape(*sizes, *blocks.shape[1:]), mesh, spec(where))
+        operands = map(simulated.on_host, self.equation.operands[self.data])
+        return [place(x, mesh, spec(j)) for x, j in zip(operands, self.row.inputs, strict=True)]
 
 
 def spec(where: Any) -> list[str]:

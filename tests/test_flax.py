@@ -92,6 +92,17 @@ def test_a_model_and_its_optimizer_are_placed(mesh24):
     same(value, step(*make(hidden=30), X, Y)[-1])
 
 
+def test_tied_weights_are_one_variable(mesh24):
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.a, self.b = nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 8, rngs=rngs)
+            self.b.kernel = self.a.kernel
+
+    model = dt.place(Tied(nnx.Rngs(0)), mesh24, dt.by_path({"*": "R", "a/kernel": {"tp": "S1"}}))
+    assert model.a.kernel is model.b.kernel
+    assert model.b.kernel[...].sharding.spec == jax.P(None, "tp")
+
+
 def test_split_and_merged(mesh24):
     graph, state = nnx.split(Model(nnx.Rngs(0)))
 
