@@ -15,6 +15,7 @@ from dtorchjax.api import distribute, explain, jit
 from dtorchjax.arguments import by_path
 from dtorchjax.check import CheckError, check_dfunction
 from dtorchjax.checking import checking
+from dtorchjax.checkpoint import Checkpoints
 from dtorchjax.collectives import (
     all_gather,
     all_to_all,
@@ -71,6 +72,7 @@ __all__ = [
     "distribute_tensor",
     "distribute",
     "place",
+    "Checkpoints",
     "by_path",
     "zeros",
     "ones",

@@ -395,6 +395,11 @@ def is_threefry(dtype: Any) -> bool:
     return name == "key<fry>" and bool(getattr(jax.config, "jax_threefry_partitionable"))  # noqa: B009
 
 
+def key_impl(dtype: Any) -> str:
+    """The name of the generator whose keys have this dtype, where there is no key to ask."""
+    return dtype._impl.name
+
+
 def threefry_bits(
     keys: Any, bit_width: int, part: Sequence[int], full: Sequence[int], starts: Sequence[Any]
 ) -> Any:

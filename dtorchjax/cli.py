@@ -136,6 +136,12 @@ def parser() -> argparse.ArgumentParser:
     t.add_argument("--corpus", help="a file or folder to learn (default: the standard library)")
     t.add_argument("--plan", action="store_true", help="print the plan and do not train")
     t.add_argument("--sample", type=int, default=120, help="bytes to write after training")
+    t.add_argument("--checkpoint", help="a folder for checkpoints, the last two are kept")
+    t.add_argument("--checkpoint-every", type=count, default=50, help="steps between checkpoints")
+    t.add_argument(
+        "--resume", action="store_true",
+        help="go on from the last checkpoint, on any mesh and with any placements",
+    )  # fmt: skip
     t.add_argument("--json", help="write losses, speed, versions and the plan's bytes there")
 
     e = commands.add_parser(
@@ -191,6 +197,8 @@ def train(args: argparse.Namespace) -> int:
     for name in ("seed", "sample"):
         if getattr(args, name) < 0:
             raise UsageError(f"--{name} {getattr(args, name)} is negative")
+    if args.resume and not args.checkpoint:
+        raise UsageError("--resume needs --checkpoint, the folder to go on from")
     file = args.json and Path(args.json)
     if file and not file.parent.is_dir():
         raise UsageError(f"--json {args.json}: there is no folder {str(file.parent)!r}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from dtorchjax.api import distribute
-from dtorchjax.dtensor import DTensor
+from dtorchjax.api import distribute, is_dtensor
 
 
 def place(tree: Any, mesh: Mesh, placements: Any) -> Any:
@@ -18,10 +18,10 @@ def place(tree: Any, mesh: Mesh, placements: Any) -> Any:
     `placements` is as for `dt.distribute`: usually `dt.by_path({...})`, whose patterns find the
     moments of an optimizer beside their parameters (`*/qkv/kernel`). Arrays become jax.Arrays with
     a NamedSharding, so that what takes jax.Arrays takes them; where a placement has no such array
-    (a dim that does not divide, blocks, P) they become DTensors. An NNX module or optimizer is
-    changed in place and returned (a variable that it has at two places lies as the first of their
-    paths says); of other trees a new one is returned. Raises PlacementError as `dt.distribute`
-    does; then nothing has been changed.
+    (a dim that does not divide, blocks, P) they become DTensors. NNX modules and optimizers, alone
+    or in a tree, are changed in place and returned (a variable that one has at two places lies as
+    the first of its paths says); of other trees a new one is returned. Raises PlacementError as
+    `dt.distribute` does; then nothing has been changed.
 
     To make a large model without a whole copy anywhere, let the program that makes it place it:
     `dt.jit(lambda: Model(nnx.Rngs(0)), mesh=mesh, out_placements=dt.by_path({...}))()`.
@@ -36,16 +36,41 @@ def place(tree: Any, mesh: Mesh, placements: Any) -> Any:
     >>> tuple(model.kernel[...].sharding.spec)
     (None, 'tp')
     """
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is not None and isinstance(tree, nnx.Pytree):
-        # its state has a variable that lies at two places (tied weights) once, by its first path
-        nnx.update(tree, place(nnx.state(tree), mesh, placements))
-        return tree
-    return jax.tree.map(
-        lambda x: x.to_array() if x.layout.is_array(x.shape) else x,
-        distribute(tree, mesh, placements),
-        is_leaf=lambda x: isinstance(x, DTensor),
+    states, back = modules_as_states(tree)
+    return back(
+        jax.tree.map(
+            lambda x: x.to_array() if x.layout.is_array(x.shape) else x,
+            distribute(states, mesh, placements),
+            is_leaf=is_dtensor,
+        )
     )
+
+
+def modules_as_states(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """A tree with the states of NNX objects in their place, and the way back.
+
+    A variable that an object has at two places (tied weights) stands in its state once, by its
+    first path. The way back takes such a tree, changes the objects in place and returns the tree
+    with them.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return tree, lambda states: states
+
+    def is_object(x: Any) -> bool:
+        return isinstance(x, nnx.Pytree)
+
+    def put(x: Any, new: Any) -> Any:
+        if not is_object(x):
+            return new
+        nnx.update(x, new)
+        return x
+
+    def is_leaf(x: Any) -> bool:
+        return is_object(x) or is_dtensor(x)
+
+    states = jax.tree.map(lambda x: nnx.state(x) if is_object(x) else x, tree, is_leaf=is_leaf)
+    return states, lambda new: jax.tree.map(put, tree, new, is_leaf=is_leaf)
 
 
 __all__ = ["place"]

@@ -153,6 +153,29 @@ def test_placements_from_a_file(tmp_path, reference):
     np.testing.assert_allclose(run(placements=str(file))["losses"], reference, rtol=1e-5)
 
 
+def test_a_run_goes_on_where_it_was_stopped_on_another_mesh(tmp_path, reference, monkeypatch):
+    batch = data.batch
+
+    def stopping(corpus, step, **sizes):
+        if step == 2:
+            raise KeyboardInterrupt
+        return batch(corpus, step, **sizes)
+
+    checkpointed = dict(checkpoint=str(tmp_path), checkpoint_every=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(data, "batch", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            run(placements="dp", **checkpointed)
+    with pytest.raises(UsageError, match="has come to step 2: --resume goes on with it"):
+        run(devices=1, **checkpointed)
+    with pytest.raises(UsageError, match=r"other options: lr was 0.005 and is 0.1"):
+        run(devices=1, resume=True, lr=0.1, **checkpointed)
+    result = run(mesh="dp=4", placements="fsdp", resume=True, **checkpointed)
+    assert result["first_step"] == 2
+    np.testing.assert_allclose(result["losses"], reference[2:], rtol=1e-5)
+    assert run(devices=1, resume=True, **checkpointed)["losses"] == []  # nothing is left to do
+
+
 # ---- the command line -----------------------------------------------------------------------
 
 
@@ -171,6 +194,7 @@ def test_placements_from_a_file(tmp_path, reference):
         ("--devices 1 --plan", "--plan needs a mesh"),
         ("--dropout 1", "is not in [0, 1)"),
         ("--seed -1", "is negative"),
+        ("--resume", "--resume needs --checkpoint"),
         ("--context-parallel 3 --placements dp", "do not divide by --context-parallel 3"),
         ("--mesh dp=2,tp=4 --context-parallel 4", "the mesh needs the axis cp=4"),
         ("--context-parallel 8 --placements dp --seq 12", "is not divisible by --context-parallel"),

@@ -1,10 +1,13 @@
 """The training loop. `make_step` is an ordinary function of whole arrays; all that makes it run on
 several devices is in `place`."""
 
+import contextlib
+import json
 import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,6 +34,9 @@ class Options:
     corpus: str | None = None
     plan: bool = False
     sample: int = 120  # bytes of text at the end
+    checkpoint: str | None = None  # a folder
+    checkpoint_every: int = 50  # steps
+    resume: bool = False
     config: model.Config = field(default_factory=model.Config)
 
 
@@ -71,6 +77,7 @@ class Run:
     state: Any
     put: Callable[[np.ndarray], Any]
     plan: Any = None
+    first: int = 0  # steps that were done before
 
 
 def choose_mesh(o: Options) -> dict[str, int] | None:
@@ -187,9 +194,13 @@ def train(o: Options, console: Console) -> dict[str, Any]:
         console.print(run.plan.table(), markup=False, highlight=False, soft_wrap=True)
         return {}
 
-    losses, seconds = loop(o, run, batch, console)
-    tokens = o.batch * seq * (o.steps - 1) / seconds if o.steps > 1 else None
-    console.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte")
+    with contextlib.ExitStack() as stack:
+        checkpoints = o.checkpoint and stack.enter_context(open_checkpoints(o, run, console))
+        losses, seconds = loop(o, run, batch, console, checkpoints or None)
+    done = len(losses)
+    tokens = o.batch * seq * (done - 1) / seconds if done > 1 else None
+    if losses:
+        console.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per byte")
     prompt = b"def "
     if length := min(o.sample, seq - len(prompt)):
         text = model.sample(graph, whole(run.params), prompt, length, o.seed)
@@ -199,13 +210,51 @@ def train(o: Options, console: Console) -> dict[str, Any]:
     return {
         "options": asdict(o),
         "mesh": mesh,
+        "first_step": run.first,
         "losses": losses,
         "tokens_per_second": tokens,
         "plan": run.plan and summary(run.plan),
     }
 
 
-def loop(o: Options, run: Run, batch: Callable, console: Console) -> tuple[list[float], float]:
+def open_checkpoints(o: Options, run: Run, console: Console) -> Any:
+    """The checkpoints of this run; with `--resume` its state becomes that of the last one.
+
+    A checkpoint says nothing of meshes: a run may go on with other placements, or on one device.
+    """
+    import dtorchjax as dt
+
+    folder = Path(str(o.checkpoint))
+    meaning = {"seed": o.seed, "batch": o.batch, "steps": o.steps, "lr": o.lr} | asdict(o.config)
+    facts = folder / "options.json"
+    checkpoints = dt.Checkpoints(folder, keep=2)
+    if checkpoints.latest is None:
+        if o.resume:
+            console.print(f"no checkpoint in {folder}: starting at step 1")
+        folder.mkdir(parents=True, exist_ok=True)
+        facts.write_text(json.dumps(meaning, indent=1) + "\n")
+        return checkpoints
+    if not o.resume:
+        raise UsageError(
+            f"--checkpoint {folder} holds a training that has come to step {checkpoints.latest}: "
+            "--resume goes on with it; or use another folder"
+        )
+    before = json.loads(facts.read_text()) if facts.is_file() else meaning
+    changed = [
+        f"{k} was {before.get(k)} and is {v}" for k, v in meaning.items() if before.get(k) != v
+    ]
+    if changed:
+        raise UsageError(f"--resume: the run in {folder} had other options: {'; '.join(changed)}")
+    state = {"params": run.params, "optimizer": run.state, "step": 0}
+    state = checkpoints.restore(state)
+    run.params, run.state, run.first = state["params"], state["optimizer"], state["step"]
+    console.print(f"going on after step {run.first}")
+    return checkpoints
+
+
+def loop(
+    o: Options, run: Run, batch: Callable, console: Console, checkpoints: Any = None
+) -> tuple[list[float], float]:
     """The losses, and the seconds that all steps but the first took (that one compiles)."""
     losses: list[float] = []
     start = time.perf_counter()
@@ -219,24 +268,28 @@ def loop(o: Options, run: Run, batch: Callable, console: Console) -> tuple[list[
         disable=not console.is_terminal,
     ) as progress:
         task = progress.add_task("", total=o.steps, loss="-", speed="-")
-        for number in range(o.steps):
+        for number in range(run.first, o.steps):
             run.params, run.state, loss = run.step(
                 run.params, run.state, np.int32(number), run.put(batch(number))
             )
             # Waiting for each loss keeps one step in flight: simulated devices share the
             # machine's threads, and collectives of several steps could wait for each other.
             losses.append(float(loss))
-            if number == 0:
+            done = number - run.first
+            if not done:
                 start = time.perf_counter()
             seconds = time.perf_counter() - start
-            speed = f"{o.batch * o.config.seq * number / seconds:,.0f}" if number else "-"
-            progress.update(task, advance=1, loss=f"{losses[-1]:.3f}", speed=speed)
+            speed = f"{o.batch * o.config.seq * done / seconds:,.0f}" if done else "-"
+            progress.update(task, completed=number + 1, loss=f"{losses[-1]:.3f}", speed=speed)
             every = max(1, o.steps // 10)
             if not console.is_terminal and (number % every == 0 or number == o.steps - 1):
                 console.print(
                     f"step {number + 1}/{o.steps}  loss {losses[-1]:.3f}  {speed} tokens/s"
                 )
-    if not math.isfinite(losses[-1]):
+            if checkpoints and ((number + 1) % o.checkpoint_every == 0 or number == o.steps - 1):
+                state = {"params": run.params, "optimizer": run.state, "step": number + 1}
+                checkpoints.save(number + 1, state)
+    if losses and not math.isfinite(losses[-1]):
         console.print("[yellow]the loss is not finite: try a smaller --lr[/]")
     return losses, time.perf_counter() - start
 
