@@ -36,10 +36,18 @@ from dtorchjax.decompose import (
     primitive_set,
     vjp_kind,
 )
-from dtorchjax.devices import init_device_mesh, simulate_devices
+from dtorchjax.devices import init_device_mesh, init_distributed, simulate_devices
 from dtorchjax.dfunction import dfunction
 from dtorchjax.dfunction_class import DFunction
-from dtorchjax.dtensor import DTensor, distribute_tensor, full, ones, randn, zeros
+from dtorchjax.dtensor import (
+    DTensor,
+    distribute_tensor,
+    from_process_local,
+    full,
+    ones,
+    randn,
+    zeros,
+)
 from dtorchjax.errors import OpError, PlacementError, PlacementMismatchError
 from dtorchjax.layout_rule import LayoutRule
 from dtorchjax.notation import PlacementSignature, einsum_signature
@@ -68,9 +76,11 @@ __all__ = [
     "signature",
     "init_device_mesh",
     "simulate_devices",
+    "init_distributed",
     "DTensor",
     "distribute_tensor",
     "distribute",
+    "from_process_local",
     "place",
     "Checkpoints",
     "by_path",

@@ -583,6 +583,14 @@ def started() -> bool:
     return bool(xla_bridge._backends)
 
 
+def in_a_cluster() -> bool:
+    """True if something that JAX knows (SLURM, Open MPI, ...) has started this process."""
+    from jax._src.clusters import ClusterEnv
+
+    known = [c for c in ClusterEnv._cluster_types if not c.opt_in_only_method]
+    return any(c.is_env_present() for c in known)
+
+
 def current_mesh() -> Mesh | None:
     """The mesh of `jax.set_mesh`, None if there is none."""
     try:

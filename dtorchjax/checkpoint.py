@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from dtorchjax import _jax
 from dtorchjax.api import is_dtensor
 from dtorchjax.arguments import path_text, spread_prefix, to_layout
-from dtorchjax.dtensor import DTensor, sharding
+from dtorchjax.dtensor import DTensor, put, sharding
 from dtorchjax.errors import PlacementError
 from dtorchjax.place import modules_as_states
 from dtorchjax.placements import Layout, R, Replicate, Shard
@@ -164,7 +164,7 @@ class Checkpoints:
             if found is None:
                 raise FileNotFoundError(f"{self.directory} step {step} is no checkpoint of arrays")
             _compare(wanted, found.tree, partial, f"checkpoint {step} in {self.directory}")
-            options = ocp.checkpoint_utils.construct_restore_args(wanted)
+            options = {path: _how_to_read(x) for path, x in wanted.items()}
             read = reader.restore(
                 step, args=ocp.args.PyTreeRestore(wanted, options, partial_restore=True)
             )
@@ -188,6 +188,13 @@ def _orbax() -> Any:
     import orbax.checkpoint
 
     return orbax.checkpoint
+
+
+def _how_to_read(x: jax.ShapeDtypeStruct) -> Any:
+    ocp = _orbax()
+    if x.sharding is None:  # to the host; orbax would look for the devices of the one who wrote
+        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=x.dtype)
+    return ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype)
 
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -221,8 +228,10 @@ def _to_save(leaf: Any, path: str) -> Any:
         leaf = leaf.redistribute(array_layout(leaf.layout, leaf.shape)).to_array()
     if _is_key(leaf):
         leaf = jax.random.key_data(leaf)
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array) and (jax.process_count() == 1 or not leaf.is_fully_addressable):
         return leaf
+    if isinstance(leaf, jax.Array):  # one of this process alone, the same on each
+        return np.asarray(leaf)
     if isinstance(leaf, (np.ndarray, np.generic, *SCALARS)):
         return np.array(leaf)  # a copy: it is written while the program goes on
     raise TypeError(f"{path} is a {type(leaf).__name__}: a checkpoint holds arrays and numbers")
@@ -252,7 +261,7 @@ def _target(leaf: Any, layout: Layout | None, path: str) -> _Target:
 
         def key(x: Any) -> Any:
             found = jax.random.wrap_key_data(jnp.asarray(np.asarray(x)), impl=impl)
-            found = found if there is None else jax.device_put(found, there)
+            found = found if there is None else put(found, there)
             return DTensor(found, layout) if as_dtensor and layout else found
 
         return _Target(jax.ShapeDtypeStruct(data.shape, data.dtype), key)
@@ -268,7 +277,7 @@ def _target(leaf: Any, layout: Layout | None, path: str) -> _Target:
     def placed(x: Any) -> Any:
         found = DTensor(x, near) if isinstance(x, jax.Array) else None
         if found is None:  # of size 0
-            found = DTensor(jax.device_put(x, sharding(near, len(shape))), near)
+            found = DTensor(put(x, sharding(near, len(shape))), near)
         found = found.redistribute(layout)
         return found if as_dtensor or not layout.is_array(shape) else found.to_array()
 

@@ -1,4 +1,4 @@
-"""The command line: `dtorchjax train`, `explain`, `decompose` and `doctor`.
+"""The command line: `dtorchjax train`, `explain`, `decompose`, `rules`, `launch` and `doctor`.
 
 Nothing here imports JAX before the arguments are read, since how many devices it has is settled
 when it starts.
@@ -136,6 +136,11 @@ def parser() -> argparse.ArgumentParser:
     t.add_argument("--corpus", help="a file or folder to learn (default: the standard library)")
     t.add_argument("--plan", action="store_true", help="print the plan and do not train")
     t.add_argument("--sample", type=int, default=120, help="bytes to write after training")
+    t.add_argument(
+        "--distributed", action="store_true",
+        help="join the other processes that SLURM, Open MPI or Kubernetes has started; those of "
+        "`launch` always do",
+    )  # fmt: skip
     t.add_argument("--checkpoint", help="a folder for checkpoints, the last two are kept")
     t.add_argument("--checkpoint-every", type=count, default=50, help="steps between checkpoints")
     t.add_argument(
@@ -179,16 +184,31 @@ def parser() -> argparse.ArgumentParser:
     r.add_argument("--static", nargs="*", default=[], help="parameters, such as axis=0")
     r.add_argument("--all", action="store_true", help="every primitive, and how it is covered")
 
+    n = commands.add_parser(
+        "launch",
+        help="run several processes of a program on this machine",
+        description="Run processes that find each other by dt.init_distributed(), such as "
+        "`dtorchjax launch -n 2 --devices-per-process 4 -- train --steps 10`.",
+    )
+    n.add_argument("-n", "--processes", type=count, required=True)
+    n.add_argument("--devices-per-process", type=count, help="CPUs are simulated")
+    n.add_argument("program", nargs=argparse.REMAINDER, help="file.py, -m module, or train ...")
+
     d = commands.add_parser("doctor", help="print versions and devices, and what is wrong")
     d.add_argument("--devices", type=count, help="how many there should be")
     return p
 
 
+NOT_OF_THE_TRAINING = ("command", "seq", "dropout", "json", "distributed")
+
+
 def train(args: argparse.Namespace) -> int:
+    import jax
     from rich.console import Console
 
     from .demo import model
     from .demo.train import Options, train
+    from .devices import init_distributed
 
     if not 0 <= args.dropout < 1:
         raise UsageError(f"--dropout {args.dropout} is not in [0, 1)")
@@ -202,10 +222,13 @@ def train(args: argparse.Namespace) -> int:
     file = args.json and Path(args.json)
     if file and not file.parent.is_dir():
         raise UsageError(f"--json {args.json}: there is no folder {str(file.parent)!r}")
-    rest = {k: v for k, v in vars(args).items() if k not in ("command", "seq", "dropout", "json")}
+    rest = {k: v for k, v in vars(args).items() if k not in NOT_OF_THE_TRAINING}
     config = model.Config(seq=args.seq, dropout=args.dropout)
-    results = train(Options(**rest, config=config), Console())
-    if file:
+    if args.distributed or "JAX_COORDINATOR_ADDRESS" in os.environ:
+        init_distributed()
+    first = not jax.distributed.is_initialized() or jax.process_index() == 0
+    results = train(Options(**rest, config=config), Console(quiet=not first))
+    if file and first:
         file.write_text(json.dumps(results | {"versions": versions()}, indent=1) + "\n")
     return 0
 
@@ -247,12 +270,21 @@ def rules(args: argparse.Namespace) -> int:
     return 0
 
 
+def launch(args: argparse.Namespace) -> int:
+    from .launch import launch
+
+    return launch(args.processes, args.devices_per_process, args.program)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         if args.command == "doctor":
             return doctor(args.devices)
-        commands = {"explain": explain, "decompose": decompose, "rules": rules, "train": train}
+        commands = {
+            "explain": explain, "decompose": decompose, "rules": rules, "train": train,
+            "launch": launch,
+        }  # fmt: skip
         return commands[args.command](args)
     except UsageError as error:
         print(f"dtorchjax: {' '.join(str(error).split())}", file=sys.stderr)

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -54,3 +55,54 @@ def simulate_devices(count: int) -> None:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}".strip()
     os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_platforms", "cpu")
+
+
+def init_distributed(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout: float = 60,
+    **options: Any,
+) -> None:
+    """Join the other processes of this program: before anything else uses jax.
+
+    `jax.distributed.initialize`, which finds out by itself under SLURM, Open MPI, Kubernetes and
+    on Cloud TPUs, and from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which
+    `dtorchjax launch` sets; anywhere else give the three arguments. A program that is started
+    alone, outside of all these, stays alone. `timeout`: seconds after which a process that
+    has gone counts as lost, and every other one ends with an error. `options` are those of
+    `jax.distributed.initialize`.
+
+    Afterwards `jax.devices()` are all processes' devices, `dt.init_device_mesh` spans them, and
+    every process must run the same program. Raises RuntimeError if jax has started, ValueError for
+    a part of the three arguments.
+    """
+    if jax.distributed.is_initialized():
+        return
+    names = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+    given = coordinator_address, num_processes, process_id
+    if given == (None, None, None):
+        given = coordinator_address, num_processes, process_id = _from_environment(names)
+    if any(x is None for x in given) and given != (None, None, None):
+        raise ValueError(
+            "init_distributed: give coordinator_address, num_processes and process_id (or "
+            f"{', '.join(names)}), or none of them, not {given}"
+        )
+    if coordinator_address is None and not _jax.in_a_cluster():
+        return
+    if _jax.started():
+        raise RuntimeError(
+            "jax has started alone: call dt.init_distributed() first, before any array is made or "
+            "jax.devices() is asked"
+        )
+    jax.distributed.initialize(
+        coordinator_address, num_processes, process_id,
+        heartbeat_timeout_seconds=max(1, round(timeout)), **options,
+    )  # fmt: skip
+
+
+def _from_environment(names: Sequence[str]) -> tuple[str | None, int | None, int | None]:
+    address, *numbers = (os.environ.get(name) for name in names)
+    count, number = (None if n is None else int(n) for n in numbers)
+    return address, count, number

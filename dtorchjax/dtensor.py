@@ -13,7 +13,7 @@ from jax import numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtorchjax import _jax
-from dtorchjax.arguments import layout_of_sharding, to_layout
+from dtorchjax.arguments import layout_of_sharding, spread_prefix, to_layout
 from dtorchjax.chips import speeds_of
 from dtorchjax.errors import PlacementError
 from dtorchjax.lower import add_terms, drop_terms, storage_spec
@@ -193,7 +193,7 @@ class DTensor(Operators):
                 f"{layout.local_shape(shape)}, not {tuple(held)}"
             )
         spread = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
-        storage = _from_blocks(layout, tuple(shape))(jax.device_put(jnp.asarray(blocks), spread))
+        storage = _from_blocks(layout, tuple(shape))(put(blocks, spread))
         return DTensor.of_shape(storage, layout, shape)
 
     # ---- as a jax.Array would
@@ -202,6 +202,11 @@ class DTensor(Operators):
         if self._terms:
             raise PlacementError(
                 f"a partial result {self.layout} has no values yet; reduce_partial() it first"
+            )
+        if not (self.storage.is_fully_addressable or self.storage.is_fully_replicated):
+            raise PlacementError(
+                f"a part of this DTensor {self.layout} lies on devices of other processes: call "
+                "full_tensor() on every process, then look at that"
             )
         found = np.asarray(self.storage)
         for dim, n in enumerate(self.shape):
@@ -313,6 +318,25 @@ def stored(array: Any, layout: Layout) -> Any:
     for dim in range(array.ndim):
         array = spread(array, dim, layout.joint.cuts_on(dim, layout.sizes), numpy)
     return array
+
+
+def put(array: Any, there: NamedSharding) -> jax.Array:
+    """Lay an array from the host, or one device, out on a mesh.
+
+    A process puts the parts of its own devices; all processes have the same array.
+    """
+    if there.is_fully_addressable or _is_global(array):
+        return jax.device_put(array, there)
+    if hasattr(array, "dtype") and not _plain(array.dtype):
+        impl, spec = jax.random.key_impl(array), PartitionSpec(*there.spec)
+        data = put(jax.random.key_data(array), NamedSharding(there.mesh, spec))
+        return jax.device_put(jax.random.wrap_key_data(data, impl=impl), there)
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, there, lambda part: host[part])
+
+
+def _is_global(array: Any) -> bool:
+    return isinstance(array, jax.Array) and not array.is_fully_addressable
 
 
 @functools.lru_cache(maxsize=4096)
@@ -432,6 +456,7 @@ def distribute_tensor(array: Any, mesh: Mesh, placements: Any, what: str = "arra
     `placements`: `"S0,R"`, `["S0", "R"]`, `"R"`, `{"tp": "S1"}`, a Layout, PartitionSpec or
     NamedSharding. A P(sum) placement puts the value on the first device and zeros on the others.
     A dim of n rows need not divide: each of k devices holds ceil(n / k), the last ones fewer.
+    Where devices of several processes take part, each of them must give the same array.
     Raises PlacementError if a dim does not exist.
 
     >>> x = distribute_tensor(np.arange(8.), dt_mesh((2, 4), ("dp", "tp")), {"tp": "S0"})
@@ -447,11 +472,54 @@ def distribute_tensor(array: Any, mesh: Mesh, placements: Any, what: str = "arra
     shape = array.shape
     partial = layout.joint.partial_axes()
     if not partial:
-        storage = jax.device_put(stored(array, layout), sharding(layout, len(shape)))
+        storage = put(stored(array, layout), sharding(layout, len(shape)))
         return DTensor.of_shape(storage, layout, shape)
     found = tuple(R if a in partial else p for a, p in enumerate(layout.placements))
     dense = Layout(mesh, found, layout.order)
     return distribute_tensor(array, mesh, dense).redistribute(layout)
+
+
+def from_process_local(tree: Any, mesh: Mesh, placements: Any) -> Any:
+    """DTensors of which this process has the parts of its own devices, such as its batch.
+
+    Each leaf is an array (of the host) with the rows that this process' devices hold, in their
+    order; a dim that lies across processes is as many times longer. `placements` is as for
+    `dt.distribute`. With one process it is `dt.distribute`. Nothing is sent. Raises
+    PlacementError for partial sums, and for dims that do not divide.
+
+    >>> mesh = dt_mesh((2, 4), ("dp", "tp"))
+    >>> batch = {"text": np.ones((16, 128), np.int32)}
+    >>> from_process_local(batch, mesh, {"text": {"dp": "S0"}})["text"].shape
+    (16, 128)
+    """
+    where = spread_prefix(placements, tree, lambda x: isinstance(x, DTensor), "tree")
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return jax.tree.unflatten(
+        structure,
+        [
+            _from_process_local(
+                x, mesh, "R" if p is None else p, f"tree{jax.tree_util.keystr(path)}"
+            )
+            for (path, x), p in zip(leaves, where, strict=True)
+        ],
+    )
+
+
+def _from_process_local(array: Any, mesh: Mesh, placements: Any, what: str) -> DTensor:
+    array = np.asarray(array)
+    layout = to_layout(placements, mesh, None, what, rank=array.ndim)
+    there = sharding(layout.resolve([0] * array.ndim), array.ndim)
+    try:
+        whole = jax.make_array_from_process_local_data(there, array)
+    except ValueError:  # it does not divide
+        whole = None
+    if whole is None or not layout.resolve(whole.shape, what).is_array(whole.shape):
+        raise PlacementError(
+            f"{what} of local shape {array.shape} cannot lie as {layout} says: a process has parts "
+            "of equal size, and no terms or blocks; leave out the last rows, or give all processes "
+            "the whole array (dt.distribute_tensor)"
+        )
+    return DTensor(whole, layout.resolve(whole.shape, what))
 
 
 def from_array(array: jax.Array, mesh: Mesh | None = None) -> DTensor:
@@ -511,5 +579,6 @@ def _create(make: Any, shape: Sequence[int], mesh: Mesh, placements: Any) -> DTe
 
 
 __all__ = [
-    "DTensor", "distribute_tensor", "from_array", "full", "ones", "randn", "sharding", "zeros",
+    "DTensor", "distribute_tensor", "from_array", "from_process_local", "full", "ones", "put",
+    "randn", "sharding", "zeros",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from dtorchjax import _jax
 from dtorchjax.annotate import asked_placements
 from dtorchjax.arguments import layout_of_sharding, to_layout
 from dtorchjax.checking import raise_found
-from dtorchjax.dtensor import DTensor, sharding, stored
+from dtorchjax.dtensor import DTensor, put, sharding, stored
 from dtorchjax.errors import PlacementError
 from dtorchjax.graph import Graph, build
 from dtorchjax.limit import plan_within
@@ -205,7 +205,7 @@ def make_program(
     with jax.ensure_compile_time_eval():  # an outer trace must not get hold of them
         for x, node in zip(graph.constant_values, graph.constants, strict=True):
             storage = storage_spec(plan.rows[node].outputs[0], np.ndim(x), mesh.axis_names)
-            constants.append(jax.device_put(x, NamedSharding(mesh, storage)))
+            constants.append(put(x, NamedSharding(mesh, storage)))
     return Program(
         fun, plan, run, arrive, given, out_tree, avals, out_avals, constants, memory_limit, eager
     )
@@ -339,7 +339,7 @@ def storage_of(x: Any, layout: Layout) -> Any:
     target = sharding(layout, np.ndim(x))
     if isinstance(x, jax.Array) and x.sharding == target:
         return x
-    return jax.device_put(stored(x, layout), target)
+    return put(stored(x, layout), target)
 
 
 def _constant_layout(mesh: Mesh, x: Any) -> Any:

@@ -88,6 +88,8 @@ def choose_mesh(o: Options) -> dict[str, int] | None:
     if asked and o.devices not in (None, wanted):
         raise UsageError(f"--mesh {o.mesh} has {wanted} devices, --devices says {o.devices}")
     if asked is None and o.devices == 1:
+        if jax.distributed.is_initialized():
+            raise UsageError("--devices 1 is the program without a mesh: run it in one process")
         return None
     simulate(wanted or SIMULATED)
     here = jax.devices()
@@ -115,7 +117,9 @@ def choose_mesh(o: Options) -> dict[str, int] | None:
 
 
 def simulate(count: int) -> None:
-    """Have that many CPU devices, should there be no other kind."""
+    """Have that many CPU devices, should there be no other kind and no other process."""
+    if jax.distributed.is_initialized():
+        return
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
