@@ -7,7 +7,7 @@ collectives that its plan shows.
 from dtorchjax import local_effects as _effects  # noqa: F401 - fills the registry
 from dtorchjax import local_settled as _settled  # noqa: F401 - fills the registry
 from dtorchjax import local_shard_map as _shard_map  # noqa: F401 - fills the registry
-from dtorchjax import parallel
+from dtorchjax import nn, numpy, parallel
 from dtorchjax import primitives as ops
 from dtorchjax import sharding_rules as _rules  # noqa: F401 - fills the registry
 from dtorchjax.annotate import redistribute
@@ -108,6 +108,8 @@ __all__ = [
     "LayoutRule",
     "check_dfunction",
     "parallel",
+    "numpy",
+    "nn",
     "CheckError",
     "checking",
     "psum",

@@ -382,6 +382,21 @@ def _left_out(name: str) -> dict[str, Any]:
     return {k: v for k, v in traced.eqns[-1].params.items() if k == "out_sharding"}
 
 
+def platform_branch(eqn: Any, mesh: Any) -> int | None:
+    """Which branch of `lax.platform_dependent` the devices of a mesh take; None for a real cond.
+
+    Also for the equation that asks which one it is.
+    """
+    platforms = eqn.params.get("branches_platforms", eqn.params.get("platforms"))
+    if platforms is None:
+        return None
+    from jax._src.xla_bridge import expand_platform_alias
+
+    mine = mesh.devices.flat[0].platform
+    names = {mine, *expand_platform_alias(mine)}
+    return next(i for i, some in enumerate(platforms) if some is None or names & set(some))
+
+
 def optimization_barrier(values: Sequence[Any]) -> Sequence[Any]:
     return jax.lax.optimization_barrier(list(values))
 

@@ -15,7 +15,7 @@ from dtorchjax.annotate import redistribute
 from dtorchjax.arguments import is_placements, spread_prefix, to_layout
 from dtorchjax.dtensor import DTensor, as_array, distribute_tensor, sharding
 from dtorchjax.errors import PlacementError
-from dtorchjax.placements import Layout, Partial, R, stored_shape
+from dtorchjax.placements import Layout, stored_shape
 from dtorchjax.plan import Plan
 from dtorchjax.program import (
     Program,
@@ -311,8 +311,7 @@ def _types(value: Any) -> Any:
 
 def _arriving(wanted: Layout, x: Any) -> Layout:
     """Where an array from the host is put: as wanted, where an array can lie so."""
-    found = tuple(R if isinstance(p, Partial) else p for p in wanted.placements)
-    return as_array(Layout(wanted.mesh, found, wanted.order), shape_of(x))
+    return as_array(wanted.without_terms(), shape_of(x))
 
 
 def _numbers(given: int | Iterable[int] | None) -> set[int]:

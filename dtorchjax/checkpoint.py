@@ -45,8 +45,8 @@ class Checkpoints:
     ...     checkpoints.wait()
     ...     like = {"w": jax.ShapeDtypeStruct((8,), "float32"), "seen": 0}
     ...     again = checkpoints.restore(like, mesh=mesh, placements={"w": "S0,R", "seen": "R"})
-    >>> again["seen"], again["w"].sharding.spec
-    (320, PartitionSpec('dp',))
+    >>> again["seen"], tuple(again["w"].sharding.spec)
+    (320, ('dp',))
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, keep: int | None = None):

@@ -137,8 +137,7 @@ class DTensor(Operators):
 
     def reduce_partial(self) -> DTensor:
         """P becomes R; R and S stay. One all-reduce per kind of P, over all its axes at once."""
-        found = [R if isinstance(p, Partial) else p for p in self.placements]
-        return self.redistribute(Layout(self.mesh, tuple(found), self.layout.order))
+        return self.redistribute(self.layout.without_terms())
 
     def full_tensor(self) -> jax.Array:
         """The whole array, replicated on every device of the mesh."""
@@ -470,13 +469,10 @@ def distribute_tensor(array: Any, mesh: Mesh, placements: Any, what: str = "arra
     array = array if isinstance(array, jax.Array) else jnp.asarray(array)
     layout = to_layout(placements, mesh, array.shape, what=what)
     shape = array.shape
-    partial = layout.joint.partial_axes()
-    if not partial:
+    if not layout.joint.partial_axes():
         storage = put(stored(array, layout), sharding(layout, len(shape)))
         return DTensor.of_shape(storage, layout, shape)
-    found = tuple(R if a in partial else p for a, p in enumerate(layout.placements))
-    dense = Layout(mesh, found, layout.order)
-    return distribute_tensor(array, mesh, dense).redistribute(layout)
+    return distribute_tensor(array, mesh, layout.without_terms()).redistribute(layout)
 
 
 def from_process_local(tree: Any, mesh: Mesh, placements: Any) -> Any:
@@ -572,8 +568,7 @@ def _create(make: Any, shape: Sequence[int], mesh: Mesh, placements: Any) -> DTe
 
     layout = to_layout(placements, mesh, tuple(shape))
     if layout.joint.partial_axes():
-        dense = tuple(R if isinstance(p, Partial) else p for p in layout.placements)
-        return _create(make, shape, mesh, Layout(mesh, dense, layout.order)).redistribute(layout)
+        return _create(make, shape, mesh, layout.without_terms()).redistribute(layout)
     array = jit(make, mesh=mesh, out_placements=layout)()
     return array if isinstance(array, DTensor) else DTensor(array, layout)
 

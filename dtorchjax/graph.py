@@ -185,9 +185,7 @@ class _Builder:
 
         def read(atom: Any) -> Value:
             if isinstance(atom, _jax.Literal):
-                value = Value(atom.aval, scope)
-                scope.steps.append(self.node("literal", [], [value], literal=atom.val))
-                return value
+                return self.literal(atom.aval, atom.val, scope)
             return env[atom]
 
         env.update(zip(jaxpr.constvars, constants, strict=True))
@@ -227,7 +225,13 @@ class _Builder:
         if name == "while":
             return self.while_loop(eqn, operands, scope)
         if name == "cond":
-            return self.cond(eqn, operands, scope)
+            taken = _jax.platform_branch(eqn, self.mesh)
+            if taken is None:
+                return self.cond(eqn, operands, scope)
+            jaxpr, constants = _jax.open_jaxpr(eqn.params["branches"][taken])
+            return self.run(jaxpr, self.close(constants, jaxpr, scope), operands[1:], scope)
+        if name == "platform_index":
+            return [self.literal(eqn.outvars[0].aval, _jax.platform_branch(eqn, self.mesh), scope)]
         if name in self.annotations:
             return [self.annotated(eqn, i, operand, scope) for i, operand in enumerate(operands)]
         if name == "settled" and not self.strict:
@@ -255,9 +259,11 @@ class _Builder:
 
     def empty(self, aval: Any, scope: Scope) -> Value:
         """An array without elements, for which nothing is computed."""
+        return self.literal(aval, np.zeros(aval.shape, aval.dtype), scope)
+
+    def literal(self, aval: Any, x: Any, scope: Scope) -> Value:
         value = Value(aval, scope)
-        nothing = np.zeros(aval.shape, aval.dtype)
-        scope.steps.append(self.node("literal", [], [value], literal=nothing))
+        scope.steps.append(self.node("literal", [], [value], literal=x))
         return value
 
     def annotated(self, eqn: Any, i: int, operand: Value, scope: Scope) -> Value:

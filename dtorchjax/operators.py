@@ -301,20 +301,108 @@ def _unary(fun: Callable[[Any], Any]) -> Callable[[Any], DTensor]:
 
 
 def _method(name: str) -> Callable[..., DTensor]:
-    """A method of jax.Array; arrays among its arguments are operands, all else is static."""
-
-    def fun(x: Any, *arrays: Any, call: Any) -> Any:
-        args, named = _with_arrays(call, arrays)
+    def fun(x: Any, *args: Any, **named: Any) -> Any:
         return getattr(x, name)(*args, **named)
 
-    def method(self: Any, *args: Any, **named: Any) -> DTensor:
-        arrays: list[Any] = []
-        call = _without_arrays((args, named), arrays)
-        return run_eagerly(fun, self, *arrays, call=call)
-
+    method = on_dtensors(fun)
     method.__name__ = name
     method.__doc__ = f"`jax.Array.{name}` of the whole array; the result lies as it comes."
     return method
+
+
+def on_dtensors(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of whole arrays as an operation on DTensors, if one is among its arguments.
+
+    Arrays anywhere in the arguments, and floats that stand alone, are operands; all else is static
+    and part of the program. See `run_eagerly`.
+    """
+
+    def whole(*arrays: Any, call: Any) -> Any:
+        args, named = _with_arrays(call, arrays)
+        return fun(*args, **named)
+
+    @functools.wraps(fun, updated=())
+    def operation(*args: Any, **named: Any) -> Any:
+        arrays: list[Any] = []
+        call = _without_arrays((args, named), arrays)
+        if not any(isinstance(x, Operators) for x in arrays):
+            return fun(*args, **named)
+        given = []
+        for x in call[0]:
+            if type(x) in (float, complex):  # one program for all values, as of an operator
+                arrays.append(x)
+                x = _Hole(len(arrays) - 1)
+            given.append(x)
+        return run_eagerly(whole, *arrays, call=(tuple(given), call[1]))
+
+    return operation
+
+
+class Functions:
+    """The functions of a module of whole arrays, as operations on DTensors; all else as it is.
+
+    `queries` look at shapes and dtypes only and are asked of an array of that shape; what is
+    `like` an array lies as it does; `plain` functions and `modules` within are treated apart.
+    """
+
+    def __init__(
+        self, module: Any, *, queries: Sequence[str] = (), plain: Sequence[str] = (),
+        modules: Sequence[str] = (),
+    ):  # fmt: skip
+        self._module, self._queries, self._plain = module, queries, plain
+        self._modules = modules
+
+    def __dir__(self) -> list[str]:
+        return sorted(name for name in dir(self._module) if not name.startswith("_"))
+
+    def __getattr__(self, name: str) -> Any:
+        value = self._make(name)
+        setattr(self, name, value)
+        return value
+
+    def _make(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if name in self._modules:
+            return Functions(value)
+        if name in self._queries:
+            return _query(value)
+        if name in self._plain or isinstance(value, type) or not callable(value):
+            return value
+        if name.endswith("_like"):
+            return _like(value)
+        operation = on_dtensors(value)
+        for method in UFUNC if isinstance(value, jax.numpy.ufunc) else ():
+            setattr(operation, method, on_dtensors(getattr(value, method)))
+        return operation
+
+
+UFUNC = ("accumulate", "at", "outer", "reduce", "reduceat")
+
+
+def _query(fun: Callable[..., Any]) -> Callable[..., Any]:
+    def stands_for(x: Any) -> Any:
+        # neither holds the array's memory nor looks at what is in it
+        return np.broadcast_to(np.zeros((), x.dtype), x.shape) if _is_dtensor(x) else x
+
+    @functools.wraps(fun)
+    def query(*args: Any, **named: Any) -> Any:
+        args, named = jax.tree.map(stands_for, (args, named), is_leaf=_is_dtensor)
+        return fun(*args, **named)
+
+    return query
+
+
+def _like(fun: Callable[..., Any]) -> Callable[..., Any]:
+    operation = on_dtensors(fun)
+
+    @functools.wraps(fun)
+    def like(a: Any, *args: Any, **named: Any) -> Any:
+        found = operation(a, *args, **named)
+        if not _is_dtensor(a) or not _is_dtensor(found) or found.shape != a.shape:
+            return found
+        return found.redistribute(a.layout.without_terms())
+
+    return like
 
 
 def _property(name: str) -> Any:
@@ -485,4 +573,4 @@ class At:
     max = _update("max")
 
 
-__all__ = ["Operators", "redistribution", "run_eagerly"]
+__all__ = ["Functions", "Operators", "on_dtensors", "redistribution", "run_eagerly"]

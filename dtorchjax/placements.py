@@ -354,6 +354,11 @@ class Layout:
         """True if a jax.Array can lie so: no terms, no padding, no blocks."""
         return not self.joint.partial_axes() and is_plain(shape, self.joint, self.sizes)
 
+    def without_terms(self) -> Layout:
+        """The same layout with R where this has P."""
+        found = tuple(R if isinstance(p, Partial) else p for p in self.placements)
+        return Layout(self.mesh, found, self.order)
+
     @property
     def joint(self) -> Joint:
         return Joint(self.placements, self.order)

@@ -23,6 +23,7 @@ IN_THE_GRAPH = {
     "while": "a loop: its body is planned with the rest, carries are a fixed point",
     "cond": "branches: planned with the rest, results lie alike",
     "custom_linear_solve": "its solve runs in place",
+    "platform_index": "the branch for the mesh's devices alone",
     "optimization_barrier": "a barrier for one device's parts",
     "device_put": "an annotation, where it names a mesh; else nothing",
     "redistribute": "an annotation that the plan obeys",

@@ -64,7 +64,7 @@ def _(call, x):
     return call.bind(x, shape=call.out_shape())
 
 
-@rule("empty2 iota")
+@rule("empty empty2 iota")
 def _(*, out, **_):
     return f"-> {out[0]}"
 
@@ -73,6 +73,11 @@ def _(*, out, **_):
 def _(**_):
     """-> - : the number that a symbolic dim of jax.export stands for, the global one"""
     return "-> -"
+
+
+@local("empty", uneven=True, blocks=True)
+def _(call):
+    return call.bind(shape=call.out_shape())
 
 
 @local("iota", uneven=True, blocks=True)

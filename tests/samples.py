@@ -31,6 +31,7 @@ NEWER = {"log2", "one_minus_square", "polynomial"}
 """Primitives with a rule that jax 0.10 does not have."""
 
 UNSAMPLED = {
+    "empty": "no value yet: nothing to compare",
     "empty2": "a scalar that has no value yet: nothing to shard, nothing to compare",
     "select_and_scatter": "no public function has it; its rows are select_and_scatter_add's",
     "dim_as_value": "a scalar that only a symbolic export has: tests/test_ops_dynamic.py",

@@ -79,6 +79,11 @@ FLOORS = {
         "dtorchjax/signatures.py",
         "dtorchjax/parallel/*.py",
         "dtorchjax/place.py",
+        "dtorchjax/checkpoint.py",
+        "dtorchjax/launch.py",
+        "dtorchjax/numpy.py",
+        "dtorchjax/nn.py",
+        "dtorchjax/visualize.py",
         "dtorchjax/demo/*.py",
     ],
 }

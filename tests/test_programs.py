@@ -243,6 +243,22 @@ def test_cond(mesh24, flag):
     check(grad, args[1:], mesh24, (["S0", "R"], ["R", "S1"]))
 
 
+def test_what_depends_on_the_platform(mesh24):
+    """The branch of the mesh's devices is the program: no cond is left."""
+
+    def fun(x):
+        y = jax.lax.platform_dependent(x, cpu=lambda x: x * 2, tpu=lambda x: x * 3)
+        other = jax.lax.platform_dependent(x, cuda=lambda x: x * 7, default=jnp.sin)
+        return y + other + jnp.linalg.det(jnp.eye(3) * x[0, 0])
+
+    x = jnp.arange(16.0).reshape(8, 2) + 1
+    placed = dt.distribute_tensor(x, mesh24, "S0,R")
+    batched = jax.vmap(lambda x: fun(jnp.stack([x, x])))
+    for f in (fun, batched, jax.grad(lambda x: fun(x).sum())):
+        np.testing.assert_allclose(dt.jit(f)(placed), f(x), rtol=1e-5)
+    assert "stablehlo.case" not in dt.jit(fun).lower(placed).as_text()
+
+
 def test_custom_derivatives(mesh24):
     @jax.custom_vjp
     def clip_gradient(x):
