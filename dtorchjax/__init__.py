@@ -59,6 +59,7 @@ from dtorchjax.plan import Plan
 from dtorchjax.registry import elementwise, local, refuse, rule
 from dtorchjax.signatures import signature
 from dtorchjax.switches import custom_vjps, decomposing, set_loggers
+from dtorchjax.visualize import visualize
 
 __version__ = "0.1.0"
 
@@ -93,6 +94,7 @@ __all__ = [
     "jit",
     "explain",
     "Plan",
+    "visualize",
     "ops",
     "op",
     "decompose",

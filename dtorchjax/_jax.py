@@ -19,6 +19,7 @@ import numpy as np
 from jax import numpy as jnp
 from jax._src import core as jax_core_source
 from jax._src import source_info_util, traceback_util
+from jax._src.lax import lax as lax_source
 from jax.extend import core
 from jax.extend import random as extend_random
 from jax.interpreters import ad, partial_eval
@@ -141,6 +142,11 @@ def whole_aval(x: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and weak type of an argument, without its sharding."""
     t = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=bool(getattr(t, "weak_type", False)))
+
+
+def with_weak_type(x: Any) -> Any:
+    """The same value, of a type that gives way in operations with others, as a Python number's."""
+    return lax_source._convert_element_type(x, x.dtype, weak_type=True)
 
 
 def mesh_of_type(mesh: Mesh, axis_type: AxisType) -> Mesh:

@@ -263,6 +263,11 @@ class DTensor(Operators):
         except (AttributeError, TypeError):
             return f"storage {self.storage!r}"
 
+    def _repr_html_(self) -> str:
+        from dtorchjax.visualize import visualize  # it draws other things as well
+
+        return visualize(self)._repr_html_()
+
     def __str__(self) -> str:
         return str(self._value()) if self.ndim == 0 and not self._terms else repr(self)
 

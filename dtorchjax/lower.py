@@ -279,7 +279,7 @@ def lower(plan: Plan) -> Callable[..., list[Any]]:
         run.run(graph.top)
         return [add_terms(run.result(node), plan.rows[node].inputs[0]) for node in graph.outputs]
 
-    return jax.shard_map(
+    run = jax.shard_map(
         local,
         mesh=plan.mesh,
         in_specs=tuple(
@@ -291,6 +291,13 @@ def lower(plan: Plan) -> Callable[..., list[Any]]:
         ],
         check_vma=False,
     )
+    weak = [bool(getattr(n.inputs[0].aval, "weak_type", False)) for n in graph.outputs]
+
+    def typed(*storages: Any) -> list[Any]:
+        """A shard_map forgets weak types, a jax.jit does not."""
+        return [_jax.with_weak_type(x) if w else x for x, w in zip(run(*storages), weak)]
+
+    return typed if any(weak) else run
 
 
 def _strong_result(x: Any, node: Node) -> Any:

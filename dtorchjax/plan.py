@@ -292,10 +292,10 @@ class Plan:
     def _collectives(self, scope: Scope) -> list[Collective]:
         found: list[Collective] = []
         for value in self._values_of(scope):
-            found += self._of_value(value)
+            found += (c for _, c in self.sent_for(value))
         for step in scope.steps:
             if isinstance(step, Node):
-                found += self._inside(step)
+                found += self.sent_inside(step)
             if isinstance(step, Loop):
                 inner = [self._collectives(s) for s in step.scopes]
                 if step.kind == "cond":
@@ -304,7 +304,7 @@ class Plan:
                     found += itertools.chain(*inner)
         return found
 
-    def _inside(self, node: Node) -> Iterable[Collective]:
+    def sent_inside(self, node: Node) -> Iterable[Collective]:
         """The collectives of an equation's own program."""
         body = node.params.get("body")
         for sent in communication_inside(node, self.rows[node], self.sizes):
@@ -329,7 +329,8 @@ class Plan:
     def _values_of(self, scope: Scope) -> Iterable[Value]:
         return (v for v in self.moves if v.scope is scope)
 
-    def _of_value(self, value: Value) -> Iterable[Collective]:
+    def sent_for(self, value: Value) -> Iterable[tuple[Node, Collective]]:
+        """The collectives that move a value, each with the first node that needs what it makes."""
         names = self.mesh.axis_names
         for move, node, operand in self.moves[value]:
             group = self.merged.get((value, move), [(value, move)])
@@ -347,15 +348,18 @@ class Plan:
             if len(group) > 1:
                 why += f"; and {len(group) - 1} other small reductions"
             size = sum(self.tables[v].sent(m, self.sizes) for v, m in group)
-            yield Collective(
-                kind=move.kind,
-                axes=tuple(names[a] for a in move.axes),
-                bytes=size,
-                times=int(value.scope.times),
-                primitive=what,
-                where=str(place) if place else "",
-                why=why,
-                seconds=seconds(size, move.axes, self.mesh),
+            yield (
+                node,
+                Collective(
+                    kind=move.kind,
+                    axes=tuple(names[a] for a in move.axes),
+                    bytes=size,
+                    times=int(value.scope.times),
+                    primitive=what,
+                    where=str(place) if place else "",
+                    why=why,
+                    seconds=seconds(size, move.axes, self.mesh),
+                ),
             )
 
     def table(self) -> str:

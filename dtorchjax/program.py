@@ -295,7 +295,8 @@ def dtype_of(x: Any) -> Any:
 
 def whole_aval(x: Any) -> jax.ShapeDtypeStruct:
     if isinstance(x, DTensor):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        weak = _jax.whole_aval(x.storage).weak_type
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak)
     return _jax.whole_aval(x)
 
 

@@ -74,7 +74,7 @@ def table_text(plan: Plan, width: int = 140) -> str:
     table = Table(*COLUMNS, box=box.SIMPLE_HEAD)
     for row in _rows(plan):
         table.add_row(*row)
-    return _rendered(table, _summary(plan), width)
+    return rendered(table, _summary(plan), width)
 
 
 def to_json(plan: Plan) -> str:
@@ -94,11 +94,22 @@ def to_json(plan: Plan) -> str:
 
 
 def to_html(plan: Plan) -> str:
-    cells = lambda row, tag: "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row)  # noqa: E731
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in _rows(plan))
+    return html_table(COLUMNS, _rows(plan), _summary(plan))
+
+
+def html_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], below: Sequence[str] = ()
+) -> str:
+    """A table for notebooks, with lines below it; spaces and line ends in cells are kept."""
+
+    def cells(row: Sequence[str], tag: str) -> str:
+        how = ' style="text-align:left;white-space:pre"'
+        return "".join(f"<{tag}{how}>{html.escape(c)}</{tag}>" for c in row)
+
+    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
     return (
-        f"<table><thead><tr>{cells(COLUMNS, 'th')}</tr></thead><tbody>{body}</tbody></table>"
-        f"<p>{'<br>'.join(html.escape(line.strip()) for line in _summary(plan))}</p>"
+        f"<table><thead><tr>{cells(columns, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+        f"<p>{'<br>'.join(html.escape(line.strip()) for line in below)}</p>"
     )
 
 
@@ -156,12 +167,13 @@ def difference(plan: Plan, other: Plan) -> str:
         ("held at the peak", plan.memory_per_device, other.memory_per_device),
     ]
     lines = [f"  {what}: {size_text(a)} -> {size_text(b)}" for what, a, b in figures]
-    return _rendered(table if table.row_count else "  the same collectives", lines)
+    return rendered(table if table.row_count else "  the same collectives", lines)
 
 
-def _rendered(first: Any, lines: Sequence[str], width: int = 140) -> str:
+def rendered(first: Any, lines: Sequence[str] = (), width: int = 140) -> str:
+    """A rich table and lines below it as text."""
     out = io.StringIO()
-    console = Console(file=out, width=width, color_system=None, force_jupyter=False)
+    console = Console(file=out, width=width, color_system=None, markup=False, force_jupyter=False)
     console.print(first)
     for line in lines:
         console.print(line, highlight=False)

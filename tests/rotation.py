@@ -14,3 +14,8 @@ def today(items, part):
         pytest.param(x, id=str(x), marks=() if (i + ROTATION) % part == 0 else pytest.mark.slow)
         for i, x in enumerate(items)
     ]
+
+
+def on_day(i, part):
+    """Decorates the i-th of some long tests, of which one in `part` runs on a day."""
+    return pytest.mark.slow if (i + ROTATION) % part else lambda test: test

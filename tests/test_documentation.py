@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import re
 from pathlib import Path
 
 import jax
@@ -23,6 +24,7 @@ MODULES = [
     "nn",
     "place",
     "checkpoint",
+    "visualize",
     "op",
     "switches",
     "decompose",
@@ -35,11 +37,26 @@ MODULES = [
 ]
 
 
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{p.name}" for p in sorted(ROOT.glob("docs/*.md"))),
+]
+
+
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", PAGES)
 def test_document(name):
     result = doctest.testfile(str(ROOT / name), module_relative=False, optionflags=doctest.ELLIPSIS)
-    assert result.attempted and not result.failed
+    assert not result.failed
+    assert result.attempted or "```python" not in (ROOT / name).read_text()
+
+
+def test_short_programs_are_short():
+    text = (ROOT / "docs/three_programs.md").read_text()
+    programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    lines = [len(re.findall(r"^(?:>>>|\.\.\.) .", program, re.MULTILINE)) for program in programs]
+    assert len(lines) == 3 and max(lines) < 25, lines
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -54,6 +54,7 @@ FLOORS = {
         "dtorchjax/merge.py",
         "dtorchjax/report.py",
         "dtorchjax/rows.py",
+        "dtorchjax/source_lines.py",
         "dtorchjax/strict.py",
     ],
     5: ["dtorchjax/lower.py"],

@@ -578,3 +578,24 @@ def test_dropout_of_flax_moves_no_masks(mesh24):
     step = dt.jit(drop, mesh=mesh24, in_placements=("S0,S1", "R"), out_placements="S0,S1")
     assert step.explain(x, key).bytes_per_device == 0
     np.testing.assert_array_equal(step(x, key), drop(x, key))
+
+
+def test_weak_types_stay_weak(mesh24):
+    """A number that meets no array gives way to the next one, as under jax.jit."""
+
+    def step(count, x):
+        return count + 1, 2.0 * count, x * 2.0
+
+    x = jnp.ones(8, "bfloat16")
+    compiled = dt.jit(step, mesh=mesh24, in_placements=("R", ["S0", "R"]))
+    for ours, theirs in zip(compiled(0, x), jax.jit(step)(0, x)):
+        assert ours.weak_type == theirs.weak_type
+        assert (ours * x).dtype == (theirs * x).dtype
+    count = 0
+    for _ in range(3):
+        count, *_ = compiled(count, x)
+    assert len(set(compiled.programs.values())) == 1
+    total = dt.distribute_tensor(x, mesh24, ["R", "S0"]) * dt.distribute_tensor(
+        compiled(0, x)[1], mesh24, "R"
+    )
+    assert total.dtype == jnp.bfloat16
