@@ -6,7 +6,7 @@ ARGS ?=
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: help install train test lint format notebooks operators clean
+.PHONY: help install train test lint format notebooks pictures site operators rules clean
 
 help:
 	@echo "make train [ARGS=\"--steps 100 --placements fsdp\"]   train the demo"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint                                           ruff and pyright"
 	@echo "make format                                         let ruff rewrite the files"
 	@echo "make notebooks                                      run them and store their outputs"
+	@echo "make site                                           build the documentation in build/site"
 	@echo "make install                                        only make $(VENV)"
 	@echo "PYTHON=python3.12 VENV=.venv-312 choose another interpreter and folder"
 
@@ -41,6 +42,12 @@ test: lint
 
 notebooks: $(STAMP)
 	$(PY) tests/test_notebooks.py
+
+pictures: $(STAMP)
+	$(PY) tests/pictures.py
+
+site: $(STAMP)
+	$(PY) -m mkdocs build --strict
 
 operators: $(STAMP)
 	$(PY) tests/operators_page.py

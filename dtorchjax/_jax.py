@@ -646,6 +646,7 @@ def ways_to_call(name: str) -> list[Callable[..., Any]]:
     return found
 
 
+@functools.cache
 def primitive_names() -> frozenset[str]:
     """The names of JAX's public primitives."""
     return frozenset(

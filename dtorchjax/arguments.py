@@ -165,6 +165,9 @@ def spread_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what: 
     except (TypeError, ValueError) as error:
         raise PlacementError(f"{what}: {error}") from None
     if structure != own:
+        every = ""
+        if isinstance(prefix, Mapping) and all(map(_is_placement, prefix.values())):
+            every = f"; to place every array so, write dt.by_path({{'*': {dict(prefix)!r}}})"
         if isinstance(prefix, list | tuple) and isinstance(tree, list | tuple):
             if len(parts) != len(children):
                 raise PlacementError(
@@ -177,12 +180,13 @@ def spread_prefix(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what: 
                 + (f"name {sorted(map(str, extra))}, which it does not have" if extra else "")
                 + (" and " if extra and missing else "")
                 + (f"lack {sorted(map(str, missing))}" if missing else "")
+                + every
             )
         else:
             hint = f"; for one argument write ({prefix!r},)" if what == "args" else ""
             raise PlacementError(
                 f"{what} is a {type(tree).__name__}, but its placements are a "
-                f"{type(prefix).__name__}: {prefix!r}{hint}"
+                f"{type(prefix).__name__}: {prefix!r}{hint}{every}"
             )
     found: list[Any] = []
     for (path, child), part in zip(children, parts, strict=True):

@@ -55,12 +55,8 @@ def communication(
         if letter in info.letters
     )  # fmt: skip
     back = {new: number[old] for old, new in rename.items()}
-    return tuple(
-        Sent(kind, tuple(back[n] for n in over), nbytes, times)
-        for kind, over, nbytes, times in _collectives(
-            call._replace(mesh=None), local, axes, factors
-        )
-    )
+    found = _collectives(call._replace(mesh=None), local, axes, factors)
+    return tuple(sent.numbered(back) for sent in found)
 
 
 class _Local(NamedTuple):
@@ -80,8 +76,8 @@ class _Local(NamedTuple):
 def _collectives(
     call: Call, local: _Local, axes: tuple[tuple[str, int], ...],
     factors: tuple[tuple[str, tuple[str, ...]], ...],
-) -> tuple[tuple[str, tuple[str, ...], float, int], ...]:  # fmt: skip
-    """Kind, axes, bytes and how often, from a trace."""
+) -> tuple[Sent, ...]:  # fmt: skip
+    """The collectives, with the names of their axes, from a trace."""
     fun = local.fun or call.body.fun
     names = [name for name, _ in axes]
     parts: list[Any] = [a.struct() for a in local.parts]

@@ -35,7 +35,7 @@ class SettledRule:
     ) -> list[Sent]:  # fmt: skip
         size = elements(local_shape(ins[0].shape, inputs[0], sizes)) * ins[0].dtype.itemsize
         moves = _moves(inputs[0], outputs[0])
-        return [Sent(m.kind, m.axes, size * m.sent(sizes), 1) for m in moves]
+        return [Sent(m.kind, m.axes, size * m.sent(sizes), 1, str(ins[0].dtype)) for m in moves]
 
 
 def _run(call: LocalCall, x: Any) -> Any:

@@ -71,18 +71,15 @@ class ShardMapRule:
         outputs: Sequence[Joint], sizes: tuple[int, ...],
     ) -> list[Sent]:  # fmt: skip
         """The collectives of its body."""
-        names = list(params["mesh"].axis_names)
+        names = params["mesh"].axis_names
+        number = {n: i for i, n in enumerate(names)}
         parts = [
             jax.ShapeDtypeStruct(local_shape(a.shape, where, sizes), a.dtype)
             for a, where in zip(ins, inputs, strict=True)
         ]
         program = functools.partial(_jax.run_manual, params["jaxpr"])
-        return [
-            Sent(kind, tuple(names.index(n) for n in over), nbytes, times)
-            for kind, over, nbytes, times in collectives_of(
-                program, parts, list(zip(names, sizes, strict=True))
-            )
-        ]
+        found = collectives_of(program, parts, list(zip(names, sizes, strict=True)))
+        return [sent.numbered(number) for sent in found]
 
 
 def _run(call: LocalCall, *operands: Any) -> Any:

@@ -210,8 +210,8 @@ class Collective:
     """One collective of the program.
 
     `bytes` is what one device sends in one execution, `times` how often it runs, `axes` the mesh
-    axes by name, `seconds` the estimated time of one execution; `primitive` and `where` name the
-    equation that needs it, `why` its row.
+    axes by name, `seconds` the estimated time of one execution, `dtype` the type of what is sent;
+    `primitive` and `where` name the equation that needs it, `why` its row.
     """
 
     kind: str
@@ -222,6 +222,7 @@ class Collective:
     where: str
     why: str
     seconds: float
+    dtype: str
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -317,6 +318,7 @@ class Plan:
                 where=str(node.where or ""),
                 why=f"inside `{body.name}`" if body else self._own_way(node),
                 seconds=seconds(sent.bytes, sent.axes, self.mesh),
+                dtype=sent.dtype,
             )
 
     def _own_way(self, node: Node) -> str:
@@ -359,6 +361,7 @@ class Plan:
                     where=str(place) if place else "",
                     why=why,
                     seconds=seconds(size, move.axes, self.mesh),
+                    dtype=str(value.aval.dtype),
                 ),
             )
 

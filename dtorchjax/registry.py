@@ -104,10 +104,7 @@ class Rule:
         program = functools.partial(LOCALS[self.name], call)
         with counting():
             found = collectives_of(program, parts, list(zip(names, sizes, strict=True)))
-        result = [
-            Sent(kind, tuple(names.index(n) for n in over), nbytes, times)
-            for kind, over, nbytes, times in found
-        ]
+        result = [sent.numbered({n: i for i, n in enumerate(names)}) for sent in found]
         if key is not None:
             _sent[key] = result
         return result
@@ -432,7 +429,7 @@ def missing_rule(name: str) -> PlacementError:
         f'  @dt.rule("{name}")\n'
         f'  def _(x, **params): return f"{{x}} -> {{x}}"\n'
         "where x.whole(dim) is a dim that no device can do in part. "
-        "See CONTRIBUTING.md, 'Add a primitive'."
+        "See docs/extending.md."
     )
 
 

@@ -20,7 +20,8 @@ from dtorchjax.errors import PlacementError, size_text
 if TYPE_CHECKING:
     from dtorchjax.plan import Plan
 
-COLUMNS = ("where", "needed by", "collective", "axes", "bytes x times", "time", "why")
+COLUMNS = ("where", "needed by", "collective", "axes", "type", "bytes x times", "time", "why")
+SHORT = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
 
 
 def totals(plan: Plan) -> dict[tuple[str, str], float]:
@@ -35,14 +36,23 @@ def _rows(plan: Plan) -> list[tuple[str, ...]]:
     """Collectives that differ in nothing but the array stand in one row."""
     groups: dict[tuple[str, ...], list[Any]] = {}
     for c in plan.collectives:
-        groups.setdefault((c.where, c.primitive, c.kind, ",".join(c.axes), c.why), []).append(c)
+        key = c.where, c.primitive, c.kind, ",".join(c.axes), short_dtype(c.dtype), c.why
+        groups.setdefault(key, []).append(c)
     rows = []
-    for (where, primitive, kind, axes, why), group in groups.items():
+    for (*said, why), group in groups.items():
         count = sum(c.times for c in group)
         amount = size_text(group[0].bytes) if len({c.bytes for c in group}) == 1 else "various"
         time = time_text(sum(c.seconds * c.times for c in group))
-        rows.append((where, primitive, kind, axes, f"{amount} x {count:g}", time, why))
+        rows.append((*said, f"{amount} x {count:g}", time, why))
     return rows
+
+
+def short_dtype(name: str) -> str:
+    """`f32` for `float32`."""
+    for long, short in SHORT.items():
+        if name.startswith(long):
+            return name.replace(long, short)
+    return name
 
 
 def time_text(seconds: float) -> str:

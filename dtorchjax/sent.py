@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +15,20 @@ LOOP_TRIPS = 8
 
 
 class Sent(NamedTuple):
-    """One collective of a body: `bytes` is what one device sends in one execution."""
+    """One collective of a body: `bytes` is what one device sends in one execution.
+
+    `axes` are numbers of mesh axes, or names as long as no mesh is known.
+    """
 
     kind: str
-    axes: tuple[int, ...]
+    axes: tuple[Any, ...]
     bytes: float
     times: int
+    dtype: str
+
+    def numbered(self, number: Mapping[str, int]) -> Sent:
+        """The same with the numbers of its axes."""
+        return self._replace(axes=tuple(number[n] for n in self.axes))
 
 
 KINDS = {
@@ -34,22 +42,20 @@ KINDS = {
 
 def collectives_of(
     program: Callable[..., Any], parts: Sequence[Any], axes: Sequence[tuple[str, int]]
-) -> tuple[tuple[str, tuple[str, ...], float, int], ...]:
-    """Kind, axes, bytes and how often, of a program on parts of these types.
+) -> tuple[Sent, ...]:
+    """The collectives of a program on parts of these types; their axes are names.
 
     `axes` are the names and sizes of the mesh axes that it may name.
     """
     closed = jax.make_jaxpr(lambda *xs: jax.tree.leaves(program(*xs)), axis_env=list(axes))(*parts)
-    found: dict[tuple[str, tuple[str, ...], float], int] = {}
-    for kind, over, nbytes, times in _walk(closed.jaxpr, 1, dict(axes)):
-        key = kind, over, nbytes
-        found[key] = found.get(key, 0) + times
-    return tuple((*key, times) for key, times in found.items())
+    found: dict[Sent, int] = {}
+    for sent in _walk(closed.jaxpr, 1, dict(axes)):
+        key = sent._replace(times=1)
+        found[key] = found.get(key, 0) + sent.times
+    return tuple(key._replace(times=times) for key, times in found.items())
 
 
-def _walk(
-    jaxpr: Any, times: int, sizes: dict[str, int]
-) -> Iterator[tuple[str, tuple[str, ...], float, int]]:
+def _walk(jaxpr: Any, times: int, sizes: dict[str, int]) -> Iterator[Sent]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in KINDS:
@@ -59,16 +65,14 @@ def _walk(
                 list(_walk(_jax.open_jaxpr(branch)[0], times, sizes))
                 for branch in eqn.params["branches"]
             ]
-            yield from max(inner, key=lambda found: sum(b * t for _, _, b, t in found))
+            yield from max(inner, key=lambda found: sum(c.bytes * c.times for c in found))
         else:
             trips = {"scan": eqn.params.get("length", 1), "while": LOOP_TRIPS}.get(name, 1)
             for inner in _jax.inner_jaxprs(eqn):
                 yield from _walk(inner, times * trips, sizes)
 
 
-def _sent(
-    eqn: Any, times: int, sizes: dict[str, int]
-) -> Iterator[tuple[str, tuple[str, ...], float, int]]:
+def _sent(eqn: Any, times: int, sizes: dict[str, int]) -> Iterator[Sent]:
     """One collective, by ring algorithms."""
     named = eqn.params.get("axes", eqn.params.get("axis_name"))
     over = tuple(n for n in ((named,) if isinstance(named, str) else named) if n in sizes)
@@ -82,7 +86,7 @@ def _sent(
         "all-to-all": (n - 1) / n, "permute": 1.0,
     }[kind]  # fmt: skip
     held = sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in eqn.invars)
-    yield kind, over, held * part, times
+    yield Sent(kind, over, held * part, times, str(eqn.invars[0].aval.dtype))
 
 
 __all__ = ["Sent", "collectives_of"]

@@ -13,6 +13,7 @@ from dtorchjax.errors import PlacementError
 from dtorchjax.notation import PlacementSignature
 from dtorchjax.op import Op
 from dtorchjax.op_tables import program_table
+from dtorchjax.program import whole_aval
 from dtorchjax.registry import OPS, RULES, find_rule
 
 
@@ -40,7 +41,7 @@ def signature(name: str, *avals: Any, **params: Any) -> PlacementSignature:
         params = {
             "dimension_numbers": (((avals[0].ndim - 1,), (max(0, avals[1].ndim - 2),)), ((), ()))
         }
-    structs = [_jax.whole_aval(x) for x in avals]
+    structs = [whole_aval(x) for x in avals]
     if name in OPS and len({x.shape for x in structs}) > 1:  # it broadcasts
         return _of_op(name, avals, params)
     ins, outs, full = _equation(name, structs, params)

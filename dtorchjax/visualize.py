@@ -16,7 +16,7 @@ from rich import box
 from rich.table import Table
 
 from dtorchjax import _jax
-from dtorchjax.arguments import layout_of_sharding
+from dtorchjax.arguments import layout_of_sharding, path_text
 from dtorchjax.dtensor import DTensor
 from dtorchjax.errors import PlacementError, size_text
 from dtorchjax.parts import rows_of
@@ -35,7 +35,8 @@ def visualize(x: Any) -> Picture:
 
     - An array (a DTensor, a jax.Array or ShapeDtypeStruct with a NamedSharding): which device
       holds which rows of every sharded dim; a partial array as the terms of its sum.
-    - A pytree or NNX model: a line for every array, with the bytes that one device holds.
+    - A pytree or NNX model: a line for every array, by its path (as in `dt.by_path`), with the
+      bytes that one device holds.
     - A plan (`step.explain(*args)`): every line of the program, where the arrays lie that it makes,
       what it sends.
 
@@ -64,7 +65,7 @@ def visualize(x: Any) -> Picture:
         )
     states, _ = modules_as_states(x)
     leaves, _ = jax.tree_util.tree_flatten_with_path(states, is_leaf=_is_dtensor)
-    return TreePicture([(jax.tree_util.keystr(path), leaf) for path, leaf in leaves])
+    return TreePicture([(path_text(path), leaf) for path, leaf in leaves])
 
 
 def layout_of(x: Any) -> Layout | None:
@@ -268,7 +269,7 @@ def _drawing(picture: ArrayPicture) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:g}" '
         f'viewBox="0 0 {width:g} {height:g}" font-family="monospace" font-size="11">'
-        f'<rect width="100%" height="100%" fill="white"/>{"".join(found)}</svg>'
+        f'<rect width="{width:g}" height="{height:g}" fill="white"/>{"".join(found)}</svg>'
     )
 
 

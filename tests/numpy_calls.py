@@ -1,6 +1,6 @@
 """A call for every function of jax.numpy and jax.nn, and the page that says how each is covered.
 
-`python tests/numpy_calls.py` writes dtorchjax/NUMPY.md. Calls are written with these names, all of
+`python tests/numpy_calls.py` writes docs/numpy.md. Calls are written with these names, all of
 whose arrays have their first dim sharded: x, y floats [8, 4], u floats in (0, 1), n, m integers,
 b, c bools, s, t [8, 8] (s is symmetric and positive), v, w [8], z complex, q [4, 4, 8] keys.
 """
@@ -277,6 +277,6 @@ def lines(mesh: Any) -> Iterator[str]:
 
 if __name__ == "__main__":
     dt.simulate_devices(8)
-    page = Path(dt.__file__).parent / "NUMPY.md"
+    page = Path(__file__).parent.parent / "docs/numpy.md"
     page.write_text(HEAD + "\n".join(lines(dt.init_device_mesh((4,), ("tp",)))) + "\n")
     sys.exit()

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 from jax import numpy as jnp
 from jax.sharding import Mesh
+from rotation import on_day
 
 import dtorchjax as dt
 
@@ -249,6 +250,8 @@ def kill_and_resume(tmp_path, kills, steps):
     assert dt.Checkpoints(folder).latest == steps - 1
 
 
+@pytest.mark.smoke
+@on_day(0, 2)
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path):
     kill_and_resume(tmp_path, kills=2, steps=24)
 

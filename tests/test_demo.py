@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from rich.console import Console
+from rotation import today
 
 from dtorchjax import cli
 from dtorchjax.demo import UsageError, data, model, placements
@@ -125,21 +126,14 @@ def reference():
     return run(devices=1)["losses"]
 
 
-@pytest.mark.parametrize("name", ["dp", "megatron"])
+@pytest.mark.parametrize("name", today(["dp", "megatron"], 2))
 def test_devices_that_share_sequences_train_as_one_does(name, reference):
     result = run(placements=name, context_parallel=2)
     np.testing.assert_allclose(result["losses"], reference, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("megatron", marks=pytest.mark.smoke),
-        "fsdp",
-        "fsdp_tp",
-        "dp",
-    ],
-)
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", today(["megatron", "fsdp", "fsdp_tp", "dp"], 2))
 def test_trains_as_one_device_does(name, reference):
     result = run(placements=name)
     # Sums are taken in another order, and Adam's quotient enlarges that for small gradients: 1e-7.

@@ -217,3 +217,10 @@ def test_dtypes_move(mesh24, dtype):
         moved = x.redistribute(where)
         assert moved.dtype == jnp.dtype(dtype)
         np.testing.assert_array_equal(moved.full_tensor(), jnp.asarray(X % 3, dtype))
+
+
+def test_the_table_for_dtensors(mesh24):
+    a = dt.distribute_tensor(np.ones((8, 16)), mesh24, ["S0", "S1"])
+    b = dt.distribute_tensor(np.ones((16, 4)), mesh24, ["R", "S0"])
+    shapes = jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct((16, 4), "float32")
+    assert str(dt.signature("dot_general", a, b)) == str(dt.signature("dot_general", *shapes))

@@ -1,5 +1,6 @@
 """The wheel holds dtorchjax/ alone, and the two folders at the top import under one name only."""
 
+import importlib.metadata
 import os
 import re
 import shutil
@@ -104,3 +105,35 @@ def test_constraints_fix_every_dependency():
         if "==" in line
     }
     assert {re.match(r"[\w-]+", w)[0].lower() for w in wanted} <= fixed
+
+
+def test_extras_are_known_to_jax():
+    """A name that jax does not have would install nothing, with a warning."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert {"gpu", "tpu", "notebooks", "dev"} <= set(extras)
+    known = importlib.metadata.metadata("jax").get_all("Provides-Extra")
+    for name in ("gpu", "tpu"):
+        (extra,) = re.match(r"jax\[(\w+)\]", extras[name][0]).groups()
+        assert extra in known
+
+
+@pytest.mark.smoke
+def test_importing_does_no_work():
+    """No device is touched, and libraries come when they are needed."""
+    code = (
+        "import sys, jax, dtorchjax; from jax._src import xla_bridge; "
+        "assert not xla_bridge.backends_are_initialized(); "
+        "print(*{'flax', 'optax', 'orbax', 'scipy', 'treescope', 'IPython'} & set(sys.modules))"
+    )
+    got = run(sys.executable, "-c", code, cwd=ROOT)
+    assert got.returncode == 0, got.stderr
+    assert not got.stdout.split()
+
+
+@pytest.mark.smoke
+def test_runs_as_a_module(tmp_path):
+    got = run(sys.executable, "-m", "dtorchjax", "rules", "cumsum", "f32[8,512]", cwd=tmp_path)
+    assert got.returncode == 0, got.stderr
+    assert "S1 -> S1" in got.stdout

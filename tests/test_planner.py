@@ -112,7 +112,7 @@ def mixed_integer_program(problem):
     return result.fun * 1e5
 
 
-@pytest.mark.parametrize("block", today(range(10), 4))
+@pytest.mark.parametrize("block", today(range(10), 10))
 def test_small_programs_are_planned_like_exhaustive_search(mesh, block, monkeypatch):
     tried, seeds = 0, itertools.count(block, 10)
     while tried < 20:

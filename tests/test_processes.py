@@ -10,6 +10,7 @@ import time
 import distributed_program
 import numpy as np
 import pytest
+from rotation import on_day
 
 import dtorchjax as dt
 from dtorchjax import cli
@@ -30,6 +31,8 @@ def compare(folder, names):
         np.testing.assert_allclose(two[task], one[task], rtol=1e-5)
 
 
+@pytest.mark.smoke
+@on_day(1, 2)
 def test_two_processes_are_one_program(tmp_path):
     compare(tmp_path, ["dp"])
 

@@ -325,7 +325,7 @@ HEADS = {
 @pytest.mark.parametrize("name", HEADS)
 def test_fused_projections_split_without_communication(name, n):
     mesh, fun = mesh_of("2x4"), HEADS[name]
-    x, w = normal(4, 6), normal(6, 3 * n) / 8
+    x, w = normal(4, 6), normal(6, 3 * n) / 32  # small: sin(exp(y)) of a large y is rounding noise
     placed = (
         dt.distribute_tensor(x, mesh, ["S0", "R"]),
         dt.distribute_tensor(w, mesh, ["R", "S1/3"]),

@@ -111,7 +111,7 @@ def test_trees_and_modules(mesh24):
     model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
     dt.place(model, mesh24, dt.by_path({"*": "R", "*kernel": {"tp": "S1"}}))
     text = str(dt.visualize(model))
-    assert re.search(r"kernel.*f32\[8,16\]\s+\[dp=R, tp=S1\]\s+128 B", text)
+    assert re.search(r"  kernel +f32\[8,16\]\s+\[dp=R, tp=S1\]\s+128 B", text)
     assert "576 B in all, 192 B on each device" in text
     tree = dict(w=dt.ones((8, 8), mesh24, ["S0", "P"]), host=np.ones(3, "int8"), name="x")
     text = str(dt.visualize(tree))
