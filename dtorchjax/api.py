@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import numpy as jnp
 from jax.sharding import Mesh
 
 from dtorchjax import _jax
@@ -212,6 +213,7 @@ class Jitted:
             strict=self.options["redistribute"] == "never",
             donated=self._donated_leaves(tree, leaves, len(dynamic), numbers),
             memory_limit=self.options["memory_limit"],
+            reduce_dtype=self.options["reduce_dtype"],
         )
 
     def _donated_leaves(
@@ -379,6 +381,7 @@ def jit(
     static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
     memory_limit: float | None = None,
+    reduce_dtype: Any = None,
 ) -> Any:
     """Compile a whole-array function for placed arrays: one shard_map, with the plan's collectives.
 
@@ -392,6 +395,8 @@ def jit(
     memory_limit: bytes that one device may hold at once (arguments, results, what is between; see
         `plan.memory_per_device`). To stay below, weights are gathered again for the backward pass,
         residuals stay sharded, those of loops are computed again. A warning says when it cannot be.
+    reduce_dtype: the type in which floats that are narrower are summed up over devices, such as
+        "float32" for bfloat16 (twice the bytes); else in their own. The plan shows it.
 
     Returns an object with `__call__`, `explain` and `lower`. Raises PlacementError for bad
     arguments and for primitives without a rule.
@@ -404,10 +409,13 @@ def jit(
     """
     if redistribute not in ("auto", "never"):
         raise ValueError(f"redistribute is 'auto' or 'never', not {redistribute!r}")
+    wide = None if reduce_dtype is None else jnp.dtype(reduce_dtype)
+    if wide is not None and not jnp.issubdtype(wide, jnp.floating):
+        raise ValueError(f"reduce_dtype is a type of floats, such as 'float32', not {wide}")
     options = dict(
         mesh=mesh, in_placements=in_placements, out_placements=out_placements,
         redistribute=redistribute, static_argnums=static_argnums, static_argnames=static_argnames,
-        donate_argnums=donate_argnums, memory_limit=memory_limit,
+        donate_argnums=donate_argnums, memory_limit=memory_limit, reduce_dtype=wide,
     )  # fmt: skip
     if memory_limit is not None and not memory_limit > 0:
         raise ValueError(f"memory_limit is a number of bytes, not {memory_limit!r}")

@@ -119,6 +119,7 @@ class Graph:
     """A whole program; `donated` are the inputs whose memory the results may take.
 
     `eager`: one operation on DTensors. It takes them as they lie, so work done twice is free.
+    `reduce_dtype`: the type in which narrower floats are summed up over devices.
     """
 
     top: Scope
@@ -129,6 +130,7 @@ class Graph:
     constant_values: list[Any]
     donated: Sequence[int] = ()
     eager: bool = False
+    reduce_dtype: Any = None
 
     def has_own_tables(self) -> bool:
         """True if an operator stands in it by a rule of its own."""

@@ -361,7 +361,7 @@ class Plan:
                     where=str(place) if place else "",
                     why=why,
                     seconds=seconds(size, move.axes, self.mesh),
-                    dtype=str(value.aval.dtype),
+                    dtype=move.sums_in or str(value.aval.dtype),
                 ),
             )
 

@@ -55,6 +55,7 @@ class Program:
     constants: list[Any]
     memory_limit: float | None
     eager: bool = False
+    reduce_dtype: Any = None
 
     def __call__(self, *storages: Any) -> list[Any]:
         if any(isinstance(s, _jax.Tracer) for s in storages):
@@ -124,7 +125,9 @@ class Program:
             return known + [Wanted(None, partial=self.eager)] * (len(result) - len(known))
 
         mesh, n = self.plan.mesh, len(self.out_layouts)
-        options: dict[str, Any] = dict(memory_limit=self.memory_limit, eager=self.eager)
+        options: dict[str, Any] = dict(
+            memory_limit=self.memory_limit, eager=self.eager, reduce_dtype=self.reduce_dtype
+        )
         ahead = make_program(
             forward, mesh, self.avals, self.in_layouts, self.in_layouts, lie, **options
         )
@@ -171,12 +174,14 @@ def make_program(
     donated: tuple[int, ...] = (),
     memory_limit: float | None = None,
     eager: bool = False,
+    reduce_dtype: Any = None,
 ) -> Program:
     """Trace, plan and lower a function of flat whole arrays.
 
     Arguments lie in `arrive` and are redistributed to `wanted`; `out_layouts` gets the result's
     shapes (a pytree) and says where its leaves go. Raises PlacementError. With a `memory_limit`
-    the plan holds at most so many bytes on one device, if there is one. `eager`: see `Graph`.
+    the plan holds at most so many bytes on one device, if there is one. `eager` and `reduce_dtype`:
+    see `Graph`.
     """
     specs = [
         spec(w.joint, len(a.shape), mesh.axis_names) for w, a in zip(wanted, avals, strict=True)
@@ -185,7 +190,7 @@ def make_program(
     out_avals, out_tree = jax.tree.flatten(shapes)
     results = out_layouts(shapes)
     live = _jax.without_dead_code(closed)
-    options = arrive, wanted, results, labels, strict, donated, memory_limit, eager
+    options = arrive, wanted, results, labels, strict, donated, memory_limit, eager, reduce_dtype
     key = _plan_key(live, mesh, *options)
     found = _plans.get(key)
     if found is None:
@@ -207,7 +212,18 @@ def make_program(
             storage = storage_spec(plan.rows[node].outputs[0], np.ndim(x), mesh.axis_names)
             constants.append(put(x, NamedSharding(mesh, storage)))
     return Program(
-        fun, plan, run, arrive, given, out_tree, avals, out_avals, constants, memory_limit, eager
+        fun,
+        plan,
+        run,
+        arrive,
+        given,
+        out_tree,
+        avals,
+        out_avals,
+        constants,
+        memory_limit,
+        eager,
+        reduce_dtype,
     )
 
 
@@ -232,7 +248,7 @@ def _plan_key(closed: Any, *rest: Any) -> Hashable:
 def _planned(
     closed: Any, mesh: Mesh, arrive: list[Layout], wanted: list[Layout], results: list[Wanted],
     labels: Sequence[str], strict: bool, donated: tuple[int, ...], memory_limit: float | None,
-    eager: bool,
+    eager: bool, reduce_dtype: Any,
 ) -> Plan:  # fmt: skip
     make = functools.partial(
         build,
@@ -250,7 +266,7 @@ def _planned(
     graph = make()
 
     def planned(graph: Graph) -> Plan:
-        graph.donated, graph.eager = donated, eager
+        graph.donated, graph.eager, graph.reduce_dtype = donated, eager, reduce_dtype
         return plan_within(graph, mesh, memory_limit, strict)
 
     try:

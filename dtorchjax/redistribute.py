@@ -49,6 +49,7 @@ class Move(NamedTuple):
     kinds: "slice", "mask" (R -> P: all but the first device hold zeros), "all-gather",
     "all-to-all", "all-reduce", "reduce-scatter", "permute"; `op` is the reduction. `padding` is how
     much longer the buffer is than the part before the move, where a dim must be padded to be cut.
+    `sums_in` is the type in which terms are added up, where it is wider than theirs by `widening`.
     """
 
     kind: str
@@ -59,6 +60,8 @@ class Move(NamedTuple):
     to_dim: int = -1
     op: str = "sum"
     padding: float = 1.0
+    sums_in: str = ""
+    widening: float = 1.0
 
     def sent(self, sizes: Sequence[int]) -> float:
         """Bytes that one device sends, as a multiple of the bytes of its part before the move."""
@@ -71,8 +74,8 @@ class Move(NamedTuple):
             "empty": 0.0,
             "all-gather": n - 1,
             "all-to-all": (n - 1) / n * self.padding,
-            "all-reduce": 2 * (n - 1) / n,
-            "reduce-scatter": (n - 1) / n * self.padding,
+            "all-reduce": 2 * (n - 1) / n * self.widening,
+            "reduce-scatter": (n - 1) / n * self.padding * self.widening,
             "permute": 1.0,
         }[self.kind]
 
@@ -184,9 +187,12 @@ class _Moves:
 @functools.lru_cache(maxsize=512)
 def _moves(
     rank: int, legal: tuple[Joint, ...], sizes: tuple[int, ...], slowness: tuple[float, ...],
-    shape: tuple[int, ...] | None = None,
+    shape: tuple[int, ...] | None = None, sums_in: str = "", widening: float = 1.0,
 ) -> _Moves:  # fmt: skip
-    """`shape` where some states have padding or blocks: sizes then do not divide out."""
+    """`shape` where some states have padding or blocks: sizes then do not divide out.
+
+    `sums_in` and `widening` are those of the moves that sum.
+    """
     index = {s: i for i, s in enumerate(legal)}
     n = len(legal)
     if shape is None:
@@ -215,6 +221,8 @@ def _moves(
         for move in moves_from(s, [list(on) for on in shards], sizes):
             j = index.get(move.target)
             if j is not None:
+                if move.kind in ("all-reduce", "reduce-scatter") and move.op == "sum":
+                    move = move._replace(sums_in=sums_in, widening=widening)
                 offer(i, j, move if shape is None else _padded(move, shape, sizes))
         if shape is not None and not is_plain(shape, s, sizes):
             continue  # axes in another order make other parts
@@ -273,18 +281,24 @@ class Table:
 @functools.lru_cache(maxsize=4096)
 def table(
     shape: tuple[int, ...], itemsize: int, kinds: tuple[str, ...], sizes: tuple[int, ...],
-    speeds: Speeds | None = None, allowed: Allowed = EVEN,
+    speeds: Speeds | None = None, allowed: Allowed = EVEN, sums_in: str = "", widening: float = 1.0,
 ) -> Table:  # fmt: skip
     """The table of cheapest paths for arrays of this shape, with partial states of `kinds`.
 
-    Without `speeds`, for the simulated CPU. `allowed` are placements with padding or blocks.
+    Without `speeds`, for the simulated CPU. `allowed` are placements with padding or blocks. Terms
+    are added up in the type `sums_in`, where it is `widening` times as wide as theirs.
     """
     speeds = speeds or simulated(len(sizes))
     legal = tuple(states(shape, kinds, sizes, allowed))
     even = all(is_plain(shape, where, sizes) for where in legal)
-    plain = _moves(len(shape), legal, sizes, speeds.slowness, None if even else shape)
+    plain = _moves(
+        len(shape), legal, sizes, speeds.slowness, None if even else shape, sums_in, widening
+    )
     nbytes = elements(shape) * itemsize
     copied = LOCAL_COPY * nbytes * np.minimum(plain.part[:, None], plain.part[None, :])
+    for (i, j), move in plain.moves.items():
+        if move.sums_in:  # to the wider type and back
+            copied[i, j] += 2 * LOCAL_COPY * nbytes * widening * plain.part[i]
     direct = np.isfinite(plain.sent)
     sent = np.where(direct, plain.sent, 0.0) * nbytes
     cost = np.where(direct, sent + plain.steps * speeds.latency + copied + 1e-3, IMPOSSIBLE)
@@ -380,6 +394,9 @@ def apply_move(
         return apply_move(x.astype(jnp.uint8), move, names, sizes, shape).astype(jnp.bool_)
     if x.size == 0 and move.is_collective:  # which XLA does not take
         return jnp.zeros(local_shape(shape, move.target, sizes), x.dtype)
+    if move.sums_in:
+        wide = x.astype(move.sums_in)
+        return apply_move(wide, move._replace(sums_in=""), names, sizes, shape).astype(x.dtype)
     over = tuple(names[a] for a in move.axes)
 
     def cut(dim: int) -> Any:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jax import numpy as jnp
+
 from dtorchjax import _jax
 from dtorchjax.chips import Speeds, simulated
 from dtorchjax.classes import LARGE, representatives
@@ -384,9 +386,13 @@ class Labels:
         if local:
             given = (row.outputs[value.output] for row in self.of[value.producer])
             return local_table(tuple(dict.fromkeys([*local, *given])), aval)
+        size, wide = aval.dtype.itemsize, self.graph.reduce_dtype
+        widening = 1.0
+        if wide is not None and jnp.issubdtype(aval.dtype, jnp.floating):
+            widening = max(1.0, wide.itemsize / size)
         return table(
-            tuple(aval.shape), aval.dtype.itemsize, tuple(sorted(kinds)), self.sizes, self.speeds,
-            self.allowed,
+            tuple(aval.shape), size, tuple(sorted(kinds)), self.sizes, self.speeds, self.allowed,
+            str(wide) if widening > 1 else "", widening,
         )  # fmt: skip
 
 

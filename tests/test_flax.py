@@ -161,3 +161,34 @@ def test_metadata_is_read_as_placements(mesh24, inside):
         plan = dt.jit(lambda m, x: m(x)).explain(model, X)
         assert plan.bytes_per_device == 0, plan.table()
         same(dt.jit(lambda m, x: m(x))(model, X), X @ np.asarray(kernel))
+
+
+class Logical(linen.Module):
+    """Dims with names of their own, which rules lay on mesh axes."""
+
+    @linen.compact
+    def __call__(self, x):
+        init = linen.with_logical_partitioning(linen.initializers.lecun_normal(), ("in", "hidden"))
+        h = linen.relu(linen.Dense(32, use_bias=False, kernel_init=init, name="up")(x))
+        return linen.Dense(8, use_bias=False, name="down")(h)
+
+
+RULES = (("hidden", "tp"), ("in", None))
+
+
+def test_logical_axes_are_read_by_their_rules(mesh24):
+    params = Logical().init(jax.random.key(0), X)["params"]
+    specs = linen.get_partition_spec(params)
+    where = linen.logical_to_mesh_sharding(specs, mesh24, RULES)
+    plain = linen.unbox(params)
+    placed = dt.distribute(plain, mesh24, where)
+    assert placed["up"]["kernel"].placements == (dt.Replicate(), dt.Shard(1))
+
+    def loss(params, x):
+        return jnp.square(Logical().apply({"params": params}, x)).mean()
+
+    step = dt.jit(jax.value_and_grad(loss))
+    batch = dt.distribute_tensor(X, mesh24, {"dp": "S0"})
+    value, gradients = step(placed, batch)
+    same(arrays((value, gradients)), arrays(jax.value_and_grad(loss)(plain, X)))
+    assert gradients["up"]["kernel"].placements == (dt.Replicate(), dt.Shard(1))

@@ -728,3 +728,41 @@ def test_mixed_precision(mesh24, dtype):
     assert scales == expected
     assert (len(set(scales)) > 1) and (dtype == "bfloat16" or min(scales) < 2**18)
     assert np.linalg.norm(ours - exact) <= 1.5 * np.linalg.norm(plain - exact)
+
+
+def test_the_type_of_sums_over_devices(mesh24):
+    """Terms in bfloat16 are added up in float32 if that is asked for: plans and bytes say so."""
+
+    def gradients(params, x, y):
+        half = jax.tree.map(lambda a: a.astype("bfloat16"), (params, x, y))
+        grads = jax.grad(squared)(*half)
+        return jax.tree.map(lambda g: g.astype("float32"), grads)
+
+    where = {"*": "R", "x": {"dp": "S0", "tp": "S0"}, "y": {"dp": "S0", "tp": "S0"}}
+    arrays_in = dict(params=small(), x=normal(8, 1024, 16), y=normal(9, 1024, 8))
+    placed = dt.place(arrays_in, mesh24, dt.by_path(where))
+    exact = jax.grad(squared)(*arrays_in.values())
+    sent, off = {}, {}
+    for dtype in (None, "float32"):
+        step = dt.jit(lambda params, x, y: gradients(params, x, y), reduce_dtype=dtype)
+        plan = step.explain(*placed.values())
+        sums = [c for c in plan.collectives if c.kind in ("all-reduce", "reduce-scatter")]
+        assert {c.dtype for c in sums} == {dtype or "bfloat16"}
+        sent[dtype] = sum(c.bytes for c in sums)
+        found = step(*placed.values())
+        off[dtype] = sum(
+            float(np.square(a - b).sum()) for a, b in zip(arrays(found), arrays(exact), strict=True)
+        )
+        if dtype:
+            plan.verify(step.lower(*placed.values()).compile())
+    assert sent["float32"] == pytest.approx(2 * sent[None])
+    assert off["float32"] < off[None]
+
+    # a sum that stays in 16 bits is rounded once
+    x = normal(3, 64, 16).astype("bfloat16")
+    total = dt.jit(lambda x: x.sum(0), reduce_dtype="float32")
+    lie = dt.distribute_tensor(x, mesh24, ["S0", "S0"])
+    assert {c.dtype for c in total.explain(lie).collectives} == {"float32"}
+    assert total(lie).dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="a type of floats"):
+        dt.jit(lambda x: x, reduce_dtype="int32")
